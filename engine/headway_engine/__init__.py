@@ -1,0 +1,1 @@
+"""The Headway engine: continuous batching under live limits, for any transformers causal LM."""

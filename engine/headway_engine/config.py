@@ -1,0 +1,81 @@
+"""What is fixed until the engine restarts, and how it stands on the command line.
+
+The controller writes these arguments into the pod template; `Limits` (see `protocol`) is what can change
+while the engine runs. No field is in both. Knows nothing of HTTP and torch.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway_engine.protocol import MANAGEMENT_PORT, PUBLIC_PORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that needs a restart to change. Sizes are in tokens, sequences, blocks or seconds."""
+
+    model: str  # hf:// | file:/// | package://MODULE/FILE | random://ARCH?...
+    revision: str = "main"
+    served_model_name: str = ""  # empty: the last part of the model URI
+    max_model_len: int = 0  # 0: the model's own limit
+    dtype: str = "auto"
+    device: str = "auto"
+    runner: str = "auto"
+    host: str = "0.0.0.0"
+    port: int = PUBLIC_PORT
+    management_port: int = MANAGEMENT_PORT
+    capacity_max_batch_tokens: int = 8192
+    capacity_max_batch_sequences: int = 256
+    kv_memory_percent: int = 90
+    kv_block_tokens: int = 16
+    kv_blocks: int = 0  # 0: from memory; otherwise exactly this many
+    prefix_caching: bool = True
+    limits_file: Path | None = None
+    objectives_file: Path | None = None
+    drain_timeout_s: float = 60.0
+    threads: int = 0  # 0: all cores that the process may use
+    log_level: str = "info"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m headway_engine`; one option per field of EngineConfig."""
+    p = argparse.ArgumentParser(prog="headway-engine", description="OpenAI-compatible engine with live batching limits")
+    d = EngineConfig(model="")
+    p.add_argument("--model", required=True, help="hf://ORG/NAME, file:///PATH, package://MODULE/FILE or random://ARCH?...")
+    p.add_argument("--revision", default=d.revision, help="branch, tag or commit of an hf:// model")
+    p.add_argument("--served-model-name", default=d.served_model_name, help="name in the API; default: last part of the URI")
+    p.add_argument("--max-model-len", type=int, default=d.max_model_len, help="tokens of prompt and output together; 0: the model's limit")
+    p.add_argument("--dtype", default=d.dtype, choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
+    p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused"])
+    p.add_argument("--host", default=d.host)
+    p.add_argument("--port", type=int, default=d.port, help="OpenAI API")
+    p.add_argument("--management-port", type=int, default=d.management_port, help="metrics, health, control API")
+    p.add_argument("--capacity-max-batch-tokens", type=int, default=d.capacity_max_batch_tokens, help="largest step that can ever be set")
+    p.add_argument("--capacity-max-batch-sequences", type=int, default=d.capacity_max_batch_sequences)
+    p.add_argument("--kv-memory-percent", type=int, default=d.kv_memory_percent, help="share of free memory for weights and KV cache")
+    p.add_argument("--kv-block-tokens", type=int, default=d.kv_block_tokens)
+    p.add_argument("--kv-blocks", type=int, default=d.kv_blocks, help="exact number of KV blocks; 0: from memory")
+    p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument("--limits-file", type=Path, default=d.limits_file, help="JSON of Limits to start with")
+    p.add_argument("--objectives-file", type=Path, default=d.objectives_file, help="JSON of Objectives to start with")
+    p.add_argument("--drain-timeout-s", type=float, default=d.drain_timeout_s, help="how long running requests may go on after SIGTERM")
+    p.add_argument("--threads", type=int, default=d.threads, help="compute threads; 0: all usable cores")
+    p.add_argument("--log-level", default=d.log_level, choices=["debug", "info", "warning", "error"])
+    return p
+
+
+def parse(argv: list[str]) -> EngineConfig:
+    """EngineConfig from arguments; argparse exits with a message on bad ones."""
+    p = parser()
+    config = EngineConfig(**vars(p.parse_args(argv)))
+    positive = ("port", "management_port", "capacity_max_batch_tokens", "capacity_max_batch_sequences", "kv_block_tokens")
+    for name in positive:
+        if getattr(config, name) < 1:
+            p.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 1 <= config.kv_memory_percent <= 98:
+        p.error("--kv-memory-percent must be between 1 and 98")
+    if config.capacity_max_batch_tokens < config.capacity_max_batch_sequences:
+        p.error("--capacity-max-batch-tokens must not be below --capacity-max-batch-sequences")
+    return config

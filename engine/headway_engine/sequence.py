@@ -1,0 +1,199 @@
+"""The engine's nouns: what is asked for, what runs, what one step computes, what came of it.
+
+Nothing here knows how sequences are chosen, where their keys and values lie, or what torch is.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+import msgspec
+
+TokenId = int
+RequestId = str
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn. The defaults are greedy decoding up to `max_tokens`.
+
+    Validated at the API's edge (`openai`); the core trusts it. `temperature` 0 is greedy.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no cut
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = -1  # -1: none; 0: the chosen token's; n: also the n likeliest
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; empty with ignore_eos
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence that the core is asked to continue. `id` is ours, never the client's."""
+
+    id: RequestId
+    prompt: tuple[TokenId, ...]
+    sampling: SamplingParams
+    arrival_s: float  # time.monotonic() when the HTTP request arrived
+    tenant: str = ""
+    priority: int = 0  # higher is more urgent
+    cache_salt: str = ""  # prefix-cache hits only inside one salt
+
+
+class Status(Enum):
+    """Where a sequence is. WAITING -> RUNNING -> FINISHED; preemption goes back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. STOP and LENGTH are OpenAI's words; the others are ours."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    TIMEOUT = "timeout"  # waited longer than the queue timeout; never ran
+
+
+class RejectReason(StrEnum):
+    """Why a request was not admitted to the queue."""
+
+    TOO_LONG = "too_long"  # can never fit: 400
+    QUEUE_FULL = "queue_full"  # 429
+    DRAINING = "draining"  # 503
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way: its tokens so far and how many of them have keys and values in the cache.
+
+    Owned by the scheduler; nobody else writes to it.
+    """
+
+    request: Request
+    tokens: list[TokenId]  # prompt, then output
+    status: Status = Status.WAITING
+    computed: int = 0  # tokens whose keys and values are in the cache
+    block_table: list[int] = field(default_factory=list)
+    cached_prompt_tokens: int = 0  # prefix-cache hits of the first admission
+    preemptions: int = 0
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to compute before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a step: compute tokens[start : start + length] of one sequence.
+
+    A decode is a chunk of one token. `samples` is true when the chunk reaches the sequence's last
+    known token, so that the step yields a new one.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+
+    @property
+    def is_decode(self) -> bool:
+        """True for a step of a sequence that has produced output already."""
+        return self.length == 1 and self.start >= self.sequence.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: chunks in the order decodes first. `prefill_tokens`, `decode_sequences` and
+    `kv_tokens` are the features of the step-time model (see `stepcost`)."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(c.length for c in self.chunks)
+
+    @property
+    def decode_sequences(self) -> int:
+        return sum(1 for c in self.chunks if c.is_decode)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(c.length for c in self.chunks if not c.is_decode)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Cached tokens that the step's decodes read."""
+        return sum(c.start + c.length for c in self.chunks if c.is_decode)
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of the chosen token and of the likeliest ones, natural log."""
+
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+class SampledToken(msgspec.Struct, frozen=True):
+    """What the runner returns for a chunk that samples."""
+
+    token: TokenId
+    logprob: TokenLogprob | None = None
+
+
+class TokenOut(msgspec.Struct, frozen=True, tag="token"):
+    """A sequence has one more token."""
+
+    id: RequestId
+    token: TokenId
+    logprob: TokenLogprob | None = None
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A sequence was scheduled for the first time (queueing ended)."""
+
+    id: RequestId
+    cached_prompt_tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """A sequence ended; no event for it follows."""
+
+    id: RequestId
+    reason: FinishReason
+    message: str = ""
+
+
+Event = TokenOut | Started | Finished
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A request that was refused, with words for the client."""
+
+    id: RequestId
+    reason: RejectReason
+    message: str
+    retry_after_s: float = 1.0

@@ -1,0 +1,1 @@
+"""`headway`, also installed as `kubectl headway`: up, replay, status."""

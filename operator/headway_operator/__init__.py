@@ -1,0 +1,1 @@
+"""The Headway controller: kopf at the edge, pure decisions inside."""

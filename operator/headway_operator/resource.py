@@ -1,0 +1,212 @@
+"""The InferenceDeployment as frozen values, read from what the API server stored.
+
+Defaults and bounds live in the CRD's schema, so every field read here is present and in range; this
+module adds only the rules that CEL cannot say. It knows nothing of manifests, status or engines' flags.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from headway_engine.protocol import BatchingMode, Capacity, Limits, Objectives
+
+GROUP = "headway.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "InferenceDeployment"
+PLURAL = "inferencedeployments"
+
+
+class TuningMode(StrEnum):
+    """OFF computes nothing, RECOMMEND decides and publishes, AUTO also applies."""
+
+    OFF = "Off"
+    RECOMMEND = "Recommend"
+    AUTO = "Auto"
+
+
+class OnMetricsLoss(StrEnum):
+    """What happens to the limits while no pod can be scraped."""
+
+    HOLD = "Hold"
+    STATIC = "Static"
+
+
+class RolloutStrategy(StrEnum):
+    """How pods are replaced. AUTO surges only where no accelerator is asked for."""
+
+    AUTO = "Auto"
+    ROLLING = "RollingUpdate"
+    RECREATE = "Recreate"
+
+
+class Percentile(StrEnum):
+    """The percentile a target is judged at."""
+
+    P50 = "p50"
+    P90 = "p90"
+    P95 = "p95"
+    P99 = "p99"
+
+    @property
+    def miss_share(self) -> float:
+        """Share of requests that may exceed the target: 0.05 for p95."""
+        return 1 - int(self.value[1:]) / 100
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """At most `miss_share` of requests may take longer than `target_s`."""
+
+    target_s: float
+    percentile: Percentile = Percentile.P95
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The latency promise; None where the user made none."""
+
+    ttft: Target | None = None
+    itl: Target | None = None
+    e2e: Target | None = None
+
+    def objectives(self) -> Objectives:
+        """The targets as the engine knows them: whole milliseconds, 0 for none."""
+
+        def ms(target: Target | None) -> int:
+            return round(target.target_s * 1000) if target else 0
+
+        return Objectives(ttft_ms=ms(self.ttft), itl_ms=ms(self.itl), e2e_ms=ms(self.e2e))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Range the tuner may move one parameter in; None where the user set no edge."""
+
+    min: int | None = None
+    max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """User's ranges per tunable parameter, in the units of Limits (`window` in milliseconds)."""
+
+    window_ms: Bound = Bound()
+    max_batch_tokens: Bound = Bound()
+    max_batch_sequences: Bound = Bound()
+    prefill_chunk_tokens: Bound = Bound()
+    max_queued_tokens: Bound = Bound()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the limits are moved."""
+
+    mode: TuningMode = TuningMode.AUTO
+    interval_s: float = 10.0
+    bounds: Bounds = Bounds()
+    on_metrics_loss: OnMetricsLoss = OnMetricsLoss.HOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Scheduler parameters: where the live ones start, and what is reserved at start."""
+
+    mode: BatchingMode = BatchingMode.CONTINUOUS
+    window_ms: int = 0
+    max_batch_tokens: int = 2048
+    max_batch_sequences: int = 128
+    prefill_chunk_tokens: int = 512
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 65536
+    queue_timeout_ms: int = 30_000
+    kv_memory_percent: int = 90
+    kv_block_tokens: int = 16
+    prefix_caching: bool = True
+    capacity_max_batch_tokens: int = 8192
+    capacity_max_batch_sequences: int = 256
+
+    def limits(self) -> Limits:
+        """The live limits that the spec asks for (generation 0)."""
+        return Limits(
+            mode=self.mode,
+            window_ms=self.window_ms,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_sequences=self.max_batch_sequences,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            queue_timeout_ms=self.queue_timeout_ms,
+        )
+
+    def envelope(self) -> Capacity:
+        """What the spec reserves; the KV figures are the engine's to measure and 0 here."""
+        return Capacity(
+            max_batch_tokens=self.capacity_max_batch_tokens,
+            max_batch_sequences=self.capacity_max_batch_sequences,
+            kv_blocks=0,
+            block_tokens=self.kv_block_tokens,
+            max_model_tokens=0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SecretKeyRef:
+    """One key of a Secret in the resource's namespace."""
+
+    name: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served."""
+
+    uri: str
+    name: str  # name in the OpenAI API
+    revision: str = "main"
+    max_model_len: int = 0
+    dtype: str = "auto"
+    hf_token: SecretKeyRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Which engine runs it."""
+
+    engine: str = "headway"
+    image: str = ""
+    extra_args: tuple[str, ...] = ()
+    env: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """How pods are replaced and how long their streams may finish."""
+
+    strategy: RolloutStrategy = RolloutStrategy.AUTO
+    drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One InferenceDeployment. `uid` and `generation` are the API server's."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    model: Model
+    runtime: Runtime = Runtime()
+    replicas: int = 1
+    batching: Batching = Batching()
+    slo: Slo = Slo()
+    tuning: Tuning = Tuning()
+    rollout: Rollout = Rollout()
+    resources: dict[str, Any] = field(default_factory=dict)
+    pod_template: dict[str, Any] = field(default_factory=dict)
+    deleting: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.namespace, self.name)
