@@ -40,27 +40,63 @@ class EngineConfig:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m headway_engine`; one option per field of EngineConfig."""
-    p = argparse.ArgumentParser(prog="headway-engine", description="OpenAI-compatible engine with live batching limits")
+    p = argparse.ArgumentParser(
+        prog="headway-engine", description="OpenAI-compatible engine with live batching limits"
+    )
     d = EngineConfig(model="")
-    p.add_argument("--model", required=True, help="hf://ORG/NAME, file:///PATH, package://MODULE/FILE or random://ARCH?...")
+    p.add_argument(
+        "--model",
+        required=True,
+        help="hf://ORG/NAME, file:///PATH, package://MODULE/FILE or random://ARCH?...",
+    )
     p.add_argument("--revision", default=d.revision, help="branch, tag or commit of an hf:// model")
-    p.add_argument("--served-model-name", default=d.served_model_name, help="name in the API; default: last part of the URI")
-    p.add_argument("--max-model-len", type=int, default=d.max_model_len, help="tokens of prompt and output together; 0: the model's limit")
+    p.add_argument(
+        "--served-model-name",
+        default=d.served_model_name,
+        help="name in the API; default: last part of the URI",
+    )
+    p.add_argument(
+        "--max-model-len",
+        type=int,
+        default=d.max_model_len,
+        help="tokens of prompt and output together; 0: the model's limit",
+    )
     p.add_argument("--dtype", default=d.dtype, choices=["auto", "float32", "bfloat16", "float16"])
     p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
     p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused"])
     p.add_argument("--host", default=d.host)
     p.add_argument("--port", type=int, default=d.port, help="OpenAI API")
-    p.add_argument("--management-port", type=int, default=d.management_port, help="metrics, health, control API")
-    p.add_argument("--capacity-max-batch-tokens", type=int, default=d.capacity_max_batch_tokens, help="largest step that can ever be set")
+    p.add_argument(
+        "--management-port", type=int, default=d.management_port, help="metrics, health, control API"
+    )
+    p.add_argument(
+        "--capacity-max-batch-tokens",
+        type=int,
+        default=d.capacity_max_batch_tokens,
+        help="largest step that can ever be set",
+    )
     p.add_argument("--capacity-max-batch-sequences", type=int, default=d.capacity_max_batch_sequences)
-    p.add_argument("--kv-memory-percent", type=int, default=d.kv_memory_percent, help="share of free memory for weights and KV cache")
+    p.add_argument(
+        "--kv-memory-percent",
+        type=int,
+        default=d.kv_memory_percent,
+        help="share of free memory for weights and KV cache",
+    )
     p.add_argument("--kv-block-tokens", type=int, default=d.kv_block_tokens)
-    p.add_argument("--kv-blocks", type=int, default=d.kv_blocks, help="exact number of KV blocks; 0: from memory")
+    p.add_argument(
+        "--kv-blocks", type=int, default=d.kv_blocks, help="exact number of KV blocks; 0: from memory"
+    )
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
     p.add_argument("--limits-file", type=Path, default=d.limits_file, help="JSON of Limits to start with")
-    p.add_argument("--objectives-file", type=Path, default=d.objectives_file, help="JSON of Objectives to start with")
-    p.add_argument("--drain-timeout-s", type=float, default=d.drain_timeout_s, help="how long running requests may go on after SIGTERM")
+    p.add_argument(
+        "--objectives-file", type=Path, default=d.objectives_file, help="JSON of Objectives to start with"
+    )
+    p.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=d.drain_timeout_s,
+        help="how long running requests may go on after SIGTERM",
+    )
     p.add_argument("--threads", type=int, default=d.threads, help="compute threads; 0: all usable cores")
     p.add_argument("--log-level", default=d.log_level, choices=["debug", "info", "warning", "error"])
     return p
@@ -70,7 +106,13 @@ def parse(argv: list[str]) -> EngineConfig:
     """EngineConfig from arguments; argparse exits with a message on bad ones."""
     p = parser()
     config = EngineConfig(**vars(p.parse_args(argv)))
-    positive = ("port", "management_port", "capacity_max_batch_tokens", "capacity_max_batch_sequences", "kv_block_tokens")
+    positive = (
+        "port",
+        "management_port",
+        "capacity_max_batch_tokens",
+        "capacity_max_batch_sequences",
+        "kv_block_tokens",
+    )
     for name in positive:
         if getattr(config, name) < 1:
             p.error(f"--{name.replace('_', '-')} must be at least 1")

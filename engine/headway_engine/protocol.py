@@ -173,5 +173,7 @@ OBJECTIVE_FACTORS: tuple[float, ...] = (0.5, 0.8, 1.0, 1.25, 2.0)
 
 def latency_buckets(objective_ms: int) -> tuple[float, ...]:
     """Sorted boundaries in seconds, with exact ones around the objective (0: none)."""
-    extra = {round(objective_ms * factor / 1000, 6) for factor in OBJECTIVE_FACTORS} if objective_ms else set()
+    extra = (
+        {round(objective_ms * factor / 1000, 6) for factor in OBJECTIVE_FACTORS} if objective_ms else set()
+    )
     return tuple(sorted(set(LATENCY_BUCKETS_S) | extra))

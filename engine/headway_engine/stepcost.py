@@ -31,7 +31,9 @@ class StepStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ky: float = 0.0
     yy: float = 0.0
 
-    def add(self, prefill_tokens: int, decode_sequences: int, kv_tokens: int, seconds: float) -> "StepStatistics":
+    def add(
+        self, prefill_tokens: int, decode_sequences: int, kv_tokens: int, seconds: float
+    ) -> "StepStatistics":
         """The sums with one more step in them."""
         p, d, k, y = float(prefill_tokens), float(decode_sequences), float(kv_tokens), seconds
         return StepStatistics(

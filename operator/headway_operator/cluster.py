@@ -19,7 +19,9 @@ class Cluster(Protocol):
     async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Manifest | None:
         """The object, or None where there is none."""
 
-    async def list(self, api_version: str, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Manifest]:
+    async def list(
+        self, api_version: str, kind: str, namespace: str, labels: Mapping[str, str]
+    ) -> list[Manifest]:
         """Objects that carry all these labels."""
 
     async def apply_status(self, manifest: Manifest) -> None:
