@@ -1,0 +1,138 @@
+"""What the tuner carries from one decision to the next, and its compact form in the status.
+
+Everything that matters is here, so a restarted or failed-over controller goes on where the other one
+stopped. The text form is JSON of at most `MAX_STATE_BYTES`. Knows nothing of how it is used.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from headway_engine.protocol import Limits
+from headway_engine.stepcost import StepCost, StepStatistics
+from headway_operator.tuner.quantiles import Exceedances
+
+VERSION = 1
+MAX_STATE_BYTES = 3072
+_DIGITS = 7
+
+
+class Feasibility(StrEnum):
+    """Whether the targets can be met, and if not, whether replicas would help."""
+
+    UNKNOWN = "Unknown"
+    FEASIBLE = "Feasible"
+    BELOW_ENGINE_FLOOR = "BelowEngineFloor"
+    CAPACITY_LIMITED = "CapacityLimited"
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of one stretch of time about one target."""
+
+    at_s: float
+    samples: float
+    low: float
+    high: float
+
+    @property
+    def exceedances(self) -> Exceedances:
+        return Exceedances(self.samples, self.low, self.high)
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the traffic asks for, smoothed: rises count at once, falls slowly. Rates are of the deployment."""
+
+    decode_sequences: float = 0.0  # that a decoding sequence shares its step with, itself included
+    kv_tokens_per_sequence: float = 0.0
+    arrivals_per_s: float = 0.0
+    prompt_tokens: float = 0.0  # to compute, per request
+    output_tokens: float = 0.0  # per request
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A change whose outcome is still being watched."""
+
+    at_s: float
+    before: Limits
+    grew: bool
+    arrivals_per_s: float
+    violated_before: tuple[str, ...] = ()
+    intervals: int = 0
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """The tuner's state. `fresh_because` says why there is none from before; it is not stored."""
+
+    version: int = VERSION
+    base: Limits | None = None  # the limits that the spec asked for when last seen
+    tuned: Limits | None = None  # where the tuner stands; in force when it may act
+    objective: int = 0  # fingerprint of targets and bounds
+    sums: StepStatistics = StepStatistics()
+    cost: StepCost | None = None
+    kappa: float = 1.0
+    queue_scale: float = 1.0
+    overhead_s: float = 0.0  # between steps, as decoding sequences feel it
+    load: Load = Load()
+    ttft: tuple[Window, ...] = ()
+    itl: tuple[Window, ...] = ()
+    e2e: tuple[Window, ...] = ()
+    good: Limits | None = None
+    good_at_s: float = 0.0
+    trial: Trial | None = None
+    no_growth_until_s: float = 0.0
+    no_shrink_until_s: float = 0.0
+    changed_at_s: float = 0.0
+    seen_at_s: float = 0.0  # when something was last observed
+    missed: int = 0  # ticks in a row without any scrape
+    traffic_s: float = 0.0  # observed time and requests, fading over five minutes
+    traffic: float = 0.0
+    forget_fast: int = 0  # intervals still to learn faster in
+    feasibility: Feasibility = Feasibility.UNKNOWN
+    suspected: Feasibility = Feasibility.UNKNOWN
+    suspected_ticks: int = 0
+    fresh_because: str = ""
+
+
+def to_status(memory: Memory) -> str:
+    """The text for `status.tuning.state`, at most MAX_STATE_BYTES long."""
+    text = _encode(memory)
+    while len(text) > MAX_STATE_BYTES and (memory.ttft or memory.itl or memory.e2e):
+        # Counts are what can be gathered again; the model cannot.
+        memory = msgspec.structs.replace(memory, ttft=memory.ttft[1:], itl=memory.itl[1:], e2e=memory.e2e[1:])
+        text = _encode(memory)
+    return text
+
+
+def from_status(value: object) -> Memory:
+    """The Memory that a status holds; a fresh one, with the reason, where it holds none that can be read."""
+    if value is None or value == "":
+        return Memory(fresh_because="no state in the status yet")
+    if not isinstance(value, str):
+        return Memory(fresh_because="the state in the status is not text")
+    try:
+        document: Any = msgspec.json.decode(value)
+        if isinstance(document, dict) and document.get("version") != VERSION:
+            return Memory(fresh_because=f"the state in the status has version {document.get('version')}")
+        return msgspec.convert(document, Memory)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        return Memory(fresh_because=f"the state in the status cannot be read: {error}")
+
+
+def _encode(memory: Memory) -> str:
+    plain = msgspec.to_builtins(msgspec.structs.replace(memory, fresh_because=""))
+    defaults = msgspec.to_builtins(Memory())
+    kept = {k: _rounded(v) for k, v in plain.items() if k == "version" or v != defaults[k]}
+    return msgspec.json.encode(kept).decode()
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to a few digits: they are estimates, and the status has to stay small."""
+    if isinstance(value, float):
+        short = float(f"{value:.{_DIGITS}g}")
+        return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return value
