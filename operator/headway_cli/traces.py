@@ -1,0 +1,194 @@
+"""Request traces as arrivals: readers of the published formats, thinning, and fitting to a context length.
+
+A trace holds when a request came and how long it was, never what it said. Time is never stretched: that
+would stretch bursts too. Less traffic keeps a random share of the requests, more traffic repeats them with
+a little jitter. Knows nothing of prompts, HTTP or clocks.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.resources import as_file, files
+from pathlib import Path
+from random import Random
+
+CONVERSATION = "azure_conv_2023_sample.csv"
+"""The trace that ships with Headway; see data/README.md for its source and licence."""
+
+JITTER_S = 0.5
+"""How far a repeated request is moved from the one it repeats."""
+
+
+class BadTrace(ValueError):
+    """A trace that cannot be read; the message names file, line and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: seconds after the start of the trace, and its lengths in tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read(path: Path) -> list[Arrival]:
+    """Arrivals of a file in time order, the first at 0 s.
+
+    Known by their header: Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens), ServeGen CSV (timestamp_ms,
+    input_length, output_length); files that begin with `{` are Mooncake JSON lines (timestamp in ms,
+    input_length, output_length).
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            found = list(_rows(lines, str(path)))
+    except OSError as e:
+        raise BadTrace(f"{path}: {e.strerror or e}") from e
+    except UnicodeDecodeError as e:
+        raise BadTrace(f"{path}: not a text file") from e
+    if not found:
+        raise BadTrace(f"{path}: no requests in it")
+    return _from_zero(found)
+
+
+def shipped(name: str = CONVERSATION) -> list[Arrival]:
+    """Arrivals of a trace that ships with Headway."""
+    with as_file(files("headway_cli") / "data" / name) as path:
+        return read(path)
+
+
+def scaled(arrivals: Sequence[Arrival], scale: float, chance: Random) -> list[Arrival]:
+    """`scale` times the traffic, without stretching time.
+
+    Up to 1 each request is kept with that probability. Above, every request comes floor(scale) times and
+    once more with the probability of the rest; repeats are moved by up to half a second.
+    """
+    if scale <= 0:
+        raise BadTrace(f"scale {scale:g}: must be above 0")
+    whole, rest = int(scale), scale - int(scale)
+    out: list[Arrival] = []
+    for arrival in arrivals:
+        copies = whole + (chance.random() < rest)
+        if copies:
+            out.append(arrival)
+        out += [
+            replace(arrival, at_s=max(0.0, arrival.at_s + chance.uniform(-JITTER_S, JITTER_S)))
+            for _ in range(copies - 1)
+        ]
+    return sorted(out, key=_time)
+
+
+def window(arrivals: Sequence[Arrival], start_s: float, duration_s: float) -> list[Arrival]:
+    """The arrivals of one stretch of time, counted from its start."""
+    end_s = start_s + duration_s
+    return [replace(a, at_s=a.at_s - start_s) for a in arrivals if start_s <= a.at_s < end_s]
+
+
+def fitted(
+    arrivals: Sequence[Arrival], max_prompt_tokens: int, max_output_tokens: int
+) -> tuple[list[Arrival], float]:
+    """Lengths multiplied by one factor, so that 95 % of the prompts stay under the cap, and that factor.
+
+    One factor for all keeps the shape of the mix; the few longer ones are cut at the caps. Traces that fit
+    as they are stay as they are.
+    """
+    prompts = sorted(a.prompt_tokens for a in arrivals)
+    long_prompt = prompts[int(0.95 * (len(prompts) - 1))] if prompts else 0
+    factor = min(1.0, max_prompt_tokens / long_prompt) if long_prompt else 1.0
+
+    def fit(tokens: int, cap: int) -> int:
+        return max(1, min(cap, round(tokens * factor)))
+
+    return [
+        replace(
+            a,
+            prompt_tokens=fit(a.prompt_tokens, max_prompt_tokens),
+            output_tokens=fit(a.output_tokens, max_output_tokens),
+        )
+        for a in arrivals
+    ], factor
+
+
+def requests_per_second(arrivals: Sequence[Arrival]) -> float:
+    """Mean arrival rate over the time the arrivals span; 0 for fewer than two."""
+    span_s = arrivals[-1].at_s - arrivals[0].at_s if len(arrivals) > 1 else 0.0
+    return (len(arrivals) - 1) / span_s if span_s > 0 else 0.0
+
+
+def _time(arrival: Arrival) -> float:
+    return arrival.at_s
+
+
+def _from_zero(arrivals: Iterable[Arrival]) -> list[Arrival]:
+    ordered = sorted(arrivals, key=_time)
+    return [replace(a, at_s=a.at_s - ordered[0].at_s) for a in ordered]
+
+
+def _rows(lines: Iterable[str], where: str) -> Iterator[Arrival]:
+    """Arrivals as they stand in the file; times may start anywhere."""
+    numbered = ((n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#"))
+    try:
+        _, first = next(numbered)
+    except StopIteration:
+        return
+    if first.lstrip().startswith("{"):
+        yield _arrival(first, _mooncake, f"{where}, line 1")
+        for n, line in numbered:
+            yield _arrival(line, _mooncake, f"{where}, line {n}")
+        return
+    header = [name.strip() for name in next(csv.reader([first.lstrip("\ufeff")]))]
+    reader = _csv_reader(header)
+    if reader is None:
+        raise BadTrace(
+            f"{where}: unknown columns {', '.join(header)}; Headway reads TIMESTAMP,ContextTokens,"
+            "GeneratedTokens (Azure), timestamp_ms,input_length,output_length (ServeGen), and JSON lines "
+            "with timestamp, input_length, output_length (Mooncake)"
+        )
+    for n, line in numbered:
+        yield _arrival(line, reader, f"{where}, line {n}")
+
+
+def _arrival(line: str, reader: Callable[[str], Arrival], where: str) -> Arrival:
+    try:
+        arrival = reader(line)
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise BadTrace(f"{where}: cannot read {line.strip()[:80]!r} ({e})") from e
+    if arrival.prompt_tokens < 0 or arrival.output_tokens < 0:
+        raise BadTrace(f"{where}: a length below 0")
+    return arrival
+
+
+def _mooncake(line: str) -> Arrival:
+    row = json.loads(line)
+    return Arrival(float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"]))
+
+
+def _csv_reader(header: Sequence[str]) -> Callable[[str], Arrival] | None:
+    """The reader for a header, None for one that no known format has."""
+
+    def columns(*names: str) -> tuple[int, int, int] | None:
+        if any(name not in header for name in names):
+            return None
+        time, prompt, output = (header.index(name) for name in names)
+        return time, prompt, output
+
+    def read_with(at: tuple[int, int, int], seconds: Callable[[str], float]) -> Callable[[str], Arrival]:
+        def one(line: str) -> Arrival:
+            row = next(csv.reader([line]))
+            return Arrival(seconds(row[at[0]]), int(row[at[1]]), int(row[at[2]]))
+
+        return one
+
+    if azure := columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"):
+        return read_with(azure, lambda text: _utc_seconds(text.strip()))
+    if servegen := columns("timestamp_ms", "input_length", "output_length"):
+        return read_with(servegen, lambda text: float(text) / 1000)
+    return None
+
+
+def _utc_seconds(text: str) -> float:
+    """Seconds of an Azure time stamp, UTC where it names no zone."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
