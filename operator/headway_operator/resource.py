@@ -1,14 +1,20 @@
 """The InferenceDeployment as frozen values, read from what the API server stored.
 
-Defaults and bounds live in the CRD's schema, so every field read here is present and in range; this
-module adds only the rules that CEL cannot say. It knows nothing of manifests, status or engines' flags.
+Bounds and rules between fields live in the CRD, which the API server enforces (and `schema` where there
+is none), so `parse` only converts: a value that cannot be converted is named, never guessed. It knows
+nothing of manifests, status or engines' flags.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from headway_engine.protocol import BatchingMode, Capacity, Limits, Objectives
+from headway_operator.reader import InvalidSpec as InvalidSpec
+from headway_operator.reader import Problem as Problem
+from headway_operator.reader import Reader
+from headway_operator.reader import duration_ms as duration_ms
 
 GROUP = "headway.dev"
 VERSION = "v1alpha1"
@@ -210,3 +216,152 @@ class Resource:
     @property
     def key(self) -> tuple[str, str]:
         return (self.namespace, self.name)
+
+
+class Effect(StrEnum):
+    """What an edit of a field does."""
+
+    LIVE = "Live"
+    RESTART = "Restart"
+
+
+_LIVE_FIELDS = (
+    "replicas",
+    "batching.mode",
+    "batching.window",
+    "batching.maxBatchTokens",
+    "batching.maxBatchSequences",
+    "batching.prefillChunkTokens",
+    "batching.queue",
+    "slo",
+    "tuning",
+    "rollout.strategy",
+)
+
+
+def restart_class(path: str) -> Effect:
+    """Effect of an edit below `path` (relative to spec): LIVE keeps the pods, RESTART replaces them."""
+    live = any(path == known or path.startswith(f"{known}.") for known in _LIVE_FIELDS)
+    return Effect.LIVE if live else Effect.RESTART
+
+
+def parse(body: Mapping[str, Any]) -> Resource:
+    """The resource in an API object, with or without the schema's defaults applied.
+
+    Raises InvalidSpec with every field that cannot be converted.
+    """
+    problems: list[Problem] = []
+    top = Reader(body, problems)
+    metadata, spec = top.section("metadata"), top.section("spec")
+    name = metadata.text("name", "")
+    resource = Resource(
+        namespace=metadata.text("namespace", "default"),
+        name=name,
+        uid=metadata.text("uid", ""),
+        generation=metadata.integer("generation", 1),
+        model=_model(spec.section("model"), name),
+        runtime=_runtime(spec.section("runtime")),
+        replicas=spec.integer("replicas", 1),
+        batching=_batching(spec.section("batching")),
+        slo=_slo(spec.section("slo")),
+        tuning=_tuning(spec.section("tuning")),
+        rollout=_rollout(spec.section("rollout")),
+        resources=dict(spec.mapping("resources")),
+        pod_template=dict(spec.mapping("podTemplate")),
+        deleting="deletionTimestamp" in metadata.body,
+    )
+    for path, value in (("metadata.name", name), ("spec.model.uri", resource.model.uri)):
+        if not value:
+            problems.append(Problem(path, "is required"))
+    if problems:
+        raise InvalidSpec(tuple(problems))
+    return resource
+
+
+def _model(read: Reader, resource_name: str) -> Model:
+    d = Model(uri="", name=resource_name)
+    token = read.section("hfTokenSecretRef")
+    return Model(
+        uri=read.text("uri", d.uri),
+        name=read.text("name", d.name),
+        revision=read.text("revision", d.revision),
+        max_model_len=read.integer("maxModelLen", d.max_model_len),
+        dtype=read.text("dtype", d.dtype),
+        hf_token=SecretKeyRef(token.text("name", ""), token.text("key", "token")) if token.body else None,
+    )
+
+
+def _runtime(read: Reader) -> Runtime:
+    d = Runtime()
+    return Runtime(
+        engine=read.text("engine", d.engine),
+        image=read.text("image", d.image),
+        extra_args=read.items("extraArgs"),
+        env=read.items("env"),
+    )
+
+
+def _batching(read: Reader) -> Batching:
+    d = Batching()
+    queue, kv, capacity = read.section("queue"), read.section("kvCache"), read.section("capacity")
+    return Batching(
+        mode=read.choice("mode", d.mode),
+        window_ms=read.duration_ms("window", d.window_ms),
+        max_batch_tokens=read.integer("maxBatchTokens", d.max_batch_tokens),
+        max_batch_sequences=read.integer("maxBatchSequences", d.max_batch_sequences),
+        prefill_chunk_tokens=read.integer("prefillChunkTokens", d.prefill_chunk_tokens),
+        max_queued_requests=queue.integer("maxRequests", d.max_queued_requests),
+        max_queued_tokens=queue.integer("maxTokens", d.max_queued_tokens),
+        queue_timeout_ms=queue.duration_ms("timeout", d.queue_timeout_ms),
+        kv_memory_percent=kv.integer("memoryPercent", d.kv_memory_percent),
+        kv_block_tokens=kv.integer("blockTokens", d.kv_block_tokens),
+        prefix_caching=kv.flag("prefixCaching", d.prefix_caching),
+        capacity_max_batch_tokens=capacity.integer("maxBatchTokens", d.capacity_max_batch_tokens),
+        capacity_max_batch_sequences=capacity.integer("maxBatchSequences", d.capacity_max_batch_sequences),
+    )
+
+
+def _slo(read: Reader) -> Slo:
+    def target(key: str) -> Target | None:
+        part = read.section(key)
+        for percentile in Percentile:
+            if percentile.value in part.body:
+                return Target(part.duration_ms(percentile.value, 0) / 1000, percentile)
+        return None
+
+    return Slo(ttft=target("ttft"), itl=target("itl"), e2e=target("e2e"))
+
+
+def _tuning(read: Reader) -> Tuning:
+    d = Tuning()
+    bounds = read.section("bounds")
+
+    def bound(key: str) -> Bound:
+        part = bounds.section(key)
+        return Bound(part.maybe_integer("min"), part.maybe_integer("max"))
+
+    def window() -> Bound:
+        part = bounds.section("window")
+        low, high = (part.duration_ms(key, 0) if key in part.body else None for key in ("min", "max"))
+        return Bound(low, high)
+
+    return Tuning(
+        mode=read.choice("mode", d.mode),
+        interval_s=read.duration_ms("interval", round(d.interval_s * 1000)) / 1000,
+        bounds=Bounds(
+            window_ms=window(),
+            max_batch_tokens=bound("maxBatchTokens"),
+            max_batch_sequences=bound("maxBatchSequences"),
+            prefill_chunk_tokens=bound("prefillChunkTokens"),
+            max_queued_tokens=bound("maxQueuedTokens"),
+        ),
+        on_metrics_loss=read.choice("onMetricsLoss", d.on_metrics_loss),
+    )
+
+
+def _rollout(read: Reader) -> Rollout:
+    d = Rollout()
+    return Rollout(
+        strategy=read.choice("strategy", d.strategy),
+        drain_timeout_s=read.duration_ms("drainTimeout", round(d.drain_timeout_s * 1000)) / 1000,
+    )
