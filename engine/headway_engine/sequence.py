@@ -87,6 +87,8 @@ class Sequence:
     preemptions: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
+    order: int = 0  # place in the order of admission to the queue; never changes
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as needed
 
     @property
     def id(self) -> RequestId:

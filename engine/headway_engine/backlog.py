@@ -1,0 +1,101 @@
+"""Requests that have never run: how many, how large, whose, since when; and whether one more may join them.
+
+Knows nothing of the order in which they run (`fairness`) or of what runs now.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from headway_engine.fairness import Tenant
+from headway_engine.protocol import Limits
+from headway_engine.sequence import Request, RequestId, Sequence
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one tenant has waiting."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+class Backlog:
+    """Counts of waiting requests, in total and by tenant, and their ages."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._members: dict[RequestId, Sequence] = {}
+        self._shares: dict[str, _Share] = {}
+        self._by_arrival: list[tuple[float, int, Sequence]] = []  # a heap; entries of those who left die late
+
+    @property
+    def requests(self) -> int:
+        return len(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        self._members[sequence.id] = sequence
+        self.tokens += sequence.prompt_len
+        share = self._shares.setdefault(sequence.request.tenant, _Share())
+        share.requests += 1
+        share.tokens += sequence.prompt_len
+        heapq.heappush(self._by_arrival, (sequence.request.arrival_s, sequence.order, sequence))
+        if len(self._by_arrival) > 2 * len(self._members) + 64:
+            self._by_arrival = [entry for entry in self._by_arrival if entry[2].id in self._members]
+            heapq.heapify(self._by_arrival)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Forget a request that starts, or ends unserved. False when it was not here."""
+        if self._members.pop(sequence.id, None) is None:
+            return False
+        self.tokens -= sequence.prompt_len
+        share = self._shares[sequence.request.tenant]
+        share.requests -= 1
+        share.tokens -= sequence.prompt_len
+        if not share.requests:
+            del self._shares[sequence.request.tenant]
+        return True
+
+    def oldest(self) -> Sequence | None:
+        """The request that arrived first."""
+        heap = self._by_arrival
+        while heap and heap[0][2].id not in self._members:
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None
+
+    def refusal(
+        self, request: Request, limits: Limits, tenant: Tenant, prefill_tokens: int, free_slots: int
+    ) -> str | None:
+        """Why one more request would be too many, in words that name the limit; None when it may join.
+
+        `prefill_tokens` are prompt tokens of running requests that are still to be computed: the newcomer
+        waits for them just as for those of the queue. A request counts its own prompt, but with nothing
+        queued a single one is never too large. A cap of 0 requests means no queue: only what a free slot
+        takes at once.
+        """
+        size = len(request.prompt)
+        most = limits.max_queued_requests or (1 if free_slots > 0 else 0)
+        if self.requests >= most:
+            return (
+                f"{self.requests} requests are waiting and the limit max_queued_requests is "
+                f"{limits.max_queued_requests}"
+            )
+        queued = self.tokens + prefill_tokens
+        if queued and queued + size > limits.max_queued_tokens:
+            return (
+                f"{queued} prompt tokens are queued, this request has {size}, and the limit "
+                f"max_queued_tokens is {limits.max_queued_tokens}"
+            )
+        share = self._shares.get(request.tenant)
+        if share is None:
+            return None
+        if tenant.max_queued_requests and share.requests >= tenant.max_queued_requests:
+            return (
+                f"{share.requests} requests of tenant {request.tenant!r} are waiting and its limit is "
+                f"{tenant.max_queued_requests}"
+            )
+        if tenant.max_queued_tokens and share.tokens + size > tenant.max_queued_tokens:
+            return (
+                f"{share.tokens} prompt tokens of tenant {request.tenant!r} are queued, this request has "
+                f"{size}, and the tenant's limit is {tenant.max_queued_tokens}"
+            )
+        return None

@@ -1,0 +1,448 @@
+"""Which tokens to compute now, and what a finished step changed.
+
+One step: decodes first, then prompts that have begun, then waiting requests in fair order, up to
+`max_batch_tokens`; a prompt is cut into chunks of `prefill_chunk_tokens`. A request is admitted when room
+for all its known tokens is free, so running prompts never wait for blocks; only decodes grow, and when
+there is no block the cheapest sequence is preempted and computed again later.
+
+Always true, after every call: running sequences hold blocks and waiting ones hold none; every admitted
+request gets exactly one Finished; some sequence makes progress in every step.
+
+The clock is an argument. Knows nothing of torch, HTTP, or how a step is computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headway_engine.backlog import Backlog
+from headway_engine.blocks import BlockPool
+from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue, TenantPolicy
+from headway_engine.protocol import BatchingMode, Capacity, Limits
+from headway_engine.sequence import (
+    Chunk,
+    Event,
+    Finished,
+    FinishReason,
+    Rejected,
+    RejectReason,
+    Request,
+    RequestId,
+    SampledToken,
+    Sequence,
+    Started,
+    Status,
+    Step,
+    TokenOut,
+)
+from headway_engine.window import CLOCK_GRAIN_S, Waiting, leaves_at_s
+
+MAX_PREEMPTIONS = 3
+"""A sequence preempted so often is chosen again only when nobody else can be."""
+
+SKIP_WINDOW = 8
+"""How many waiting requests that do not fit may be passed over in one step."""
+
+SKIP_AGE_S = 2.0
+"""How long a request may be passed over before nobody passes it any more."""
+
+SKIP_ADMISSIONS = 64
+"""How many admissions may pass a request before nobody passes it any more."""
+
+
+@dataclass(slots=True)
+class _Skipped:
+    """Since when a waiting request has been passed over, and how many admissions went past it."""
+
+    since_s: float
+    passed: int = 0
+
+    def blocks_others(self, now_s: float) -> bool:
+        return now_s - self.since_s >= SKIP_AGE_S or self.passed >= SKIP_ADMISSIONS
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making."""
+
+    budget: int
+    now_s: float
+    chunks: dict[RequestId, Chunk] = field(default_factory=dict)
+    preempted: bool = False
+
+    def add(self, sequence: Sequence, length: int) -> None:
+        end = sequence.computed + length
+        samples = end == len(sequence.tokens) and sequence.request.sampling.max_tokens > 0
+        self.chunks[sequence.id] = Chunk(sequence, sequence.computed, length, samples)
+        self.budget -= length
+
+    def drop(self, sequence: Sequence) -> None:
+        chunk = self.chunks.pop(sequence.id, None)
+        if chunk is not None:
+            self.budget += chunk.length
+
+
+class Scheduler:
+    """Requests in, steps out. Not thread-safe; `commit` or `fail` follows each step before the next."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        limits: Limits,
+        *,
+        prefix_caching: bool = True,
+        tenants: TenantPolicy | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.pool = BlockPool(capacity.kv_blocks, capacity.block_tokens, prefix_caching)
+        self.preemptions_total = 0
+        self.prefix_hit_tokens_total = 0
+        self._limits = limits
+        self._policy = tenants or TenantPolicy()
+        self._queue = FairQueue(self._policy)
+        self._backlog = Backlog()
+        self._sequences: dict[RequestId, Sequence] = {}  # waiting and running
+        self._running: dict[
+            RequestId, Sequence
+        ] = {}  # in order of admission; rotated when a step is too small
+        self._skipped: dict[RequestId, _Skipped] = {}
+        self._unannounced: set[RequestId] = set()  # admitted, but no step of theirs is committed yet
+        self._admissions = 0
+        self._step: Step | None = None
+        self._draining = False
+        self._spare_blocks = max(1, capacity.kv_blocks // 100)
+        self._most_tokens = min(capacity.max_model_tokens, capacity.kv_tokens)
+
+    # What others may read.
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that never ran, and preempted ones."""
+        return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are admitted and not computed: of waiting requests and of prompts under way."""
+        return self._backlog.tokens + self._prefill_tokens()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def check(self) -> None:
+        """Raise AssertionError, with words, unless the bookkeeping is consistent (for tests)."""
+        self.pool.check(self._sequences.values())
+        for s in self._sequences.values():
+            expected = Status.RUNNING if s.id in self._running else Status.WAITING
+            assert s.status is expected, f"{s.id} is {s.status}, expected {expected}"
+            assert s.status is Status.RUNNING or not s.block_table, f"{s.id} waits and holds {s.block_table}"
+        assert len(self._queue) + len(self._running) == len(self._sequences), "waiting + running is not all"
+
+    # Commands.
+
+    def set_limits(self, limits: Limits) -> None:
+        """Put limits in force from the next step on. They are trusted: see protocol.check_limits.
+
+        Lowering them below what runs ends nothing: what runs goes on, and newcomers wait until it is few
+        enough.
+        """
+        self._limits = limits
+
+    def drain(self) -> None:
+        """Refuse newcomers from now on; what was admitted goes on to its end."""
+        self._draining = True
+
+    def admit(self, request: Request, now_s: float) -> Sequence | Rejected:
+        """Queue a request, or say why not. Its id must be new."""
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id} is known already")
+        if self._draining:
+            return Rejected(request.id, RejectReason.DRAINING, "the engine is shutting down")
+        if not request.prompt:
+            return Rejected(request.id, RejectReason.TOO_LONG, "the prompt has no tokens")
+        if len(request.prompt) + 1 > self._most_tokens:
+            return Rejected(request.id, RejectReason.TOO_LONG, self._too_long(len(request.prompt)))
+        refusal = self._backlog.refusal(
+            request,
+            self._limits,
+            self._policy.of(request.tenant),
+            self._prefill_tokens(),
+            self._limits.max_batch_sequences - len(self._running),
+        )
+        if refusal:
+            return Rejected(request.id, RejectReason.QUEUE_FULL, refusal)
+        self._admissions += 1
+        sequence = Sequence(request, list(request.prompt), order=self._admissions)
+        self._sequences[sequence.id] = sequence
+        self._backlog.add(sequence)
+        self._queue.push(sequence)
+        return sequence
+
+    def abort(self, request_id: RequestId, now_s: float) -> tuple[Event, ...]:
+        """Forget a request wherever it is; its blocks are free when this returns. Unknown ids are fine."""
+        sequence = self._sequences.get(request_id)
+        return (self._finish(sequence, FinishReason.ABORT),) if sequence else ()
+
+    def expire(self, now_s: float) -> tuple[Event, ...]:
+        """End requests that never ran and have waited the queue timeout (0: no timeout)."""
+        timeout_s = self._limits.queue_timeout_ms / 1000
+        events: list[Event] = []
+        while timeout_s:
+            oldest = self._backlog.oldest()
+            if oldest is None or now_s < oldest.request.arrival_s + timeout_s - CLOCK_GRAIN_S:
+                break
+            message = f"waited longer than the queue timeout of {timeout_s:g} s"
+            events.append(self._finish(oldest, FinishReason.TIMEOUT, message))
+        return tuple(events)
+
+    # Steps.
+
+    def next_step(self, now_s: float) -> Step | None:
+        """What to compute now, blocks in place; None when there is nothing to run now."""
+        if self._step is not None:
+            raise RuntimeError("commit or fail the last step before asking for the next")
+        plan = _Plan(self._limits.max_batch_tokens, now_s)
+        self._plan_running(plan)
+        if not plan.preempted:
+            self._plan_waiting(plan)
+        if not plan.chunks:
+            return None
+        chunks = plan.chunks.values()
+        decodes = [c for c in chunks if c.is_decode]
+        self._step = Step((*decodes, *(c for c in chunks if not c.is_decode)))
+        return self._step
+
+    def wait_s(self, now_s: float) -> float | None:
+        """After next_step() gave None: seconds until the window or a queue timeout changes that by itself.
+
+        None when only a command can. Call expire() when the time is over, then next_step().
+        """
+        oldest = self._backlog.oldest()
+        if oldest is None:
+            return None
+        arrival_s = oldest.request.arrival_s
+        times = [self._leaves_at_s(arrival_s)]
+        if self._limits.queue_timeout_ms:
+            times.append(arrival_s + self._limits.queue_timeout_ms / 1000)
+        return max(0.0, min(times) - now_s)
+
+    def commit(
+        self, step: Step, sampled: Mapping[RequestId, SampledToken], now_s: float
+    ) -> tuple[Event, ...]:
+        """Take a step's results in; a sequence that ended meanwhile has none."""
+        self._close(step)
+        events: list[Event] = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if self._running.get(sequence.id) is not sequence:
+                continue
+            before = sequence.computed
+            sequence.computed = before + chunk.length
+            if before // self.pool.block_tokens != sequence.computed // self.pool.block_tokens:
+                self.pool.publish(sequence, before)
+            if sequence.id in self._unannounced:
+                self._unannounced.discard(sequence.id)
+                self.prefix_hit_tokens_total += sequence.cached_prompt_tokens
+                events.append(Started(sequence.id, sequence.cached_prompt_tokens))
+            if chunk.samples:
+                self._append(sequence, sampled.get(sequence.id), events)
+            elif sequence.remaining == 0:
+                events.append(self._finish(sequence, FinishReason.LENGTH))
+        return tuple(events)
+
+    def fail(self, step: Step, message: str) -> tuple[Event, ...]:
+        """A step that could not be computed: its sequences end, their blocks are free again."""
+        self._close(step)
+        return tuple(
+            self._finish(chunk.sequence, FinishReason.ERROR, message)
+            for chunk in step.chunks
+            if self._running.get(chunk.sequence.id) is chunk.sequence
+        )
+
+    # Planning.
+
+    def _plan_running(self, plan: _Plan) -> None:
+        """Decodes, then prompts under way. With more sequences than tokens in a step they take turns."""
+        running = list(self._running.values())
+        crowded = len(running) > plan.budget
+        if not crowded:
+            running.sort(key=lambda s: s.remaining > 1)
+        chunk_cap = self._chunk_cap()
+        for sequence in running:
+            if not plan.budget:
+                break
+            if sequence.status is not Status.RUNNING:
+                continue
+            length = min(sequence.remaining, chunk_cap, plan.budget)
+            if self._make_room(sequence, sequence.computed + length, plan):
+                plan.add(sequence, length)
+        for chunk in plan.chunks.values():
+            if chunk.samples:
+                self._queue.charge(chunk.sequence, OUTPUT_WEIGHT)
+            if crowded:
+                self._running[chunk.sequence.id] = self._running.pop(chunk.sequence.id)
+
+    def _plan_waiting(self, plan: _Plan) -> None:
+        """Admit waiting requests, in fair order, while tokens, slots and blocks last."""
+        limits = self._limits
+        resuming = len(self._queue) > self._backlog.requests
+        under_way = bool(self._running) or resuming
+        by_batch = limits.mode is not BatchingMode.CONTINUOUS
+        if not under_way:
+            oldest = self._backlog.oldest()
+            if oldest is None or self._leaves_at_s(oldest.request.arrival_s) > plan.now_s:
+                return
+        passed: list[Sequence] = []
+        while len(self._running) < limits.max_batch_sequences and (plan.budget or by_batch):
+            # A batch that runs to its end lets nobody in but its own preempted members.
+            closed = by_batch and under_way
+            sequence = self._queue.take_preempted() if closed else self._queue.take(plan.now_s)
+            if sequence is None:
+                break
+            hits = self.pool.match(sequence)
+            if self.pool.fits(sequence, hits, self._spare_blocks if self._running else 0):
+                self._start(sequence, hits, plan)
+                for other in passed:
+                    self._skipped[other.id].passed += 1
+                continue
+            passed.append(sequence)
+            skipped = self._skipped.setdefault(sequence.id, _Skipped(plan.now_s))
+            # Passing a preempted sequence would only have it preempted again.
+            if sequence.preemptions or skipped.blocks_others(plan.now_s) or len(passed) > SKIP_WINDOW:
+                break
+        self._queue.put_back(passed)
+
+    def _start(self, sequence: Sequence, hits: list[int], plan: _Plan) -> None:
+        """A waiting sequence runs: blocks for all its known tokens, and a chunk if the step has room."""
+        self.pool.open(sequence, hits)
+        sequence.status = Status.RUNNING
+        self._running[sequence.id] = sequence
+        self._queue.admitted(sequence)
+        self._skipped.pop(sequence.id, None)
+        if self._backlog.remove(sequence):
+            sequence.first_scheduled_s = plan.now_s
+            sequence.cached_prompt_tokens = sequence.computed
+            self._unannounced.add(sequence.id)
+            self._queue.charge(sequence, PROMPT_WEIGHT * (sequence.prompt_len - sequence.computed))
+        if plan.budget:
+            plan.add(sequence, min(sequence.remaining, self._chunk_cap(), plan.budget))
+            if plan.chunks[sequence.id].samples:
+                self._queue.charge(sequence, OUTPUT_WEIGHT)
+
+    def _chunk_cap(self) -> int:
+        """Prompt tokens that one sequence may have in a step; a lone request disturbs nobody."""
+        if len(self._sequences) == 1:
+            return self._limits.max_batch_tokens
+        return self._limits.prefill_chunk_tokens
+
+    def _leaves_at_s(self, oldest_arrival_s: float) -> float:
+        highest = self._queue.highest_class
+        return leaves_at_s(
+            self._limits,
+            Waiting(
+                requests=self._backlog.requests,
+                prompt_tokens=self._backlog.tokens,
+                oldest_arrival_s=oldest_arrival_s,
+                urgent=highest is not None and highest > 0,
+                last=self._draining,
+            ),
+        )
+
+    def _prefill_tokens(self) -> int:
+        """Prompt tokens of running sequences that are still to be computed."""
+        return sum(max(0, s.prompt_len - s.computed) for s in self._running.values())
+
+    # Preemption.
+
+    def _make_room(self, sequence: Sequence, tokens: int, plan: _Plan) -> bool:
+        """Blocks for so many tokens, at the cost of others; False when the sequence itself had to go."""
+        while not self.pool.extend(sequence, tokens):
+            victim = self._victim(sequence)
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self, wanting: Sequence) -> Sequence:
+        """Who gives way: nobody of a higher class, the lowest class first, and there the cheapest to
+        compute again.
+
+        Who was preempted MAX_PREEMPTIONS times comes last, and among such the newest goes: so the oldest of
+        the highest class always gets on, and preemption cannot go round in a circle. It may be `wanting`
+        itself.
+        """
+        class_of = self._policy.class_of
+        own_class = class_of(wanting)
+
+        def rank(s: Sequence) -> tuple[bool, int, int, int]:
+            worn = s.preemptions >= MAX_PREEMPTIONS
+            return (worn, class_of(s), 0 if worn else s.computed, -s.order)
+
+        return min((s for s in self._running.values() if class_of(s) <= own_class), key=rank)
+
+    def _preempt(self, victim: Sequence, plan: _Plan) -> None:
+        plan.drop(victim)
+        plan.preempted = True
+        self.pool.release(victim)
+        del self._running[victim.id]
+        victim.computed = 0
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        self.preemptions_total += 1
+        self._queue.push_preempted(victim)
+
+    # Endings.
+
+    def _append(self, sequence: Sequence, sampled: SampledToken | None, events: list[Event]) -> None:
+        if sampled is None:
+            events.append(
+                self._finish(sequence, FinishReason.ERROR, "the step gave no token for this sequence")
+            )
+            return
+        sequence.tokens.append(sampled.token)
+        events.append(TokenOut(sequence.id, sampled.token, sampled.logprob))
+        sampling = sequence.request.sampling
+        output_len = sequence.output_len
+        if sampled.token in sampling.stop_token_ids and output_len >= sampling.min_tokens:
+            events.append(self._finish(sequence, FinishReason.STOP))
+        elif output_len >= sampling.max_tokens or len(sequence.tokens) >= self._most_tokens:
+            events.append(self._finish(sequence, FinishReason.LENGTH))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
+        """The one way out, from every state."""
+        del self._sequences[sequence.id]
+        if self._running.pop(sequence.id, None) is None:
+            self._queue.remove(sequence)
+            self._backlog.remove(sequence)
+        self._queue.leave(sequence)
+        self.pool.release(sequence)
+        self._skipped.pop(sequence.id, None)
+        self._unannounced.discard(sequence.id)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        return Finished(sequence.id, reason, message)
+
+    def _close(self, step: Step) -> None:
+        if step is not self._step:
+            raise ValueError("this is not the step that is under way")
+        self._step = None
+
+    def _too_long(self, prompt_tokens: int) -> str:
+        capacity = self.capacity
+        if prompt_tokens + 1 > capacity.max_model_tokens:
+            return (
+                f"the prompt has {prompt_tokens} tokens; with one token of output the model's limit is "
+                f"{capacity.max_model_tokens}"
+            )
+        return (
+            f"the prompt has {prompt_tokens} tokens; with one token of output the KV cache holds "
+            f"{capacity.kv_tokens}"
+        )
