@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headway_local import ports, rollout
+from headway_local import rollout
+from headway_local.adapt import ENGINE_PORT_OPTIONS, adapt
 from headway_local.objects import Token
 from headway_local.pod import PodOptions, PodProcess
 from headway_local.pod_status import stamp
@@ -70,7 +71,8 @@ class LocalCluster:
         folder: Path,
         *,
         options: PodOptions | None = None,
-        port_options: Mapping[str, str] = ports.ENGINE_PORT_OPTIONS,
+        port_options: Mapping[str, str] = ENGINE_PORT_OPTIONS,
+        kept_volumes: Mapping[str, Path] | None = None,
         on_change: Callable[[Manifest], None] = lambda manifest: None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -80,6 +82,7 @@ class LocalCluster:
         self.events: list[Event] = []
         self._options = options or PodOptions(claims=folder / "claims")
         self._port_options = port_options
+        self._kept_volumes = kept_volumes or {}
         self._objects: dict[Identity, Manifest] = {}
         self._applied: dict[Identity, Manifest] = {}
         self._pods: dict[str, _Pod] = {}
@@ -284,7 +287,7 @@ class LocalCluster:
             ],
         }
         plain = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
-        manifest = ports.moved(plain, self._port_options)
+        manifest = adapt(plain, port_options=self._port_options, kept_volumes=self._kept_volumes)
         process = PodProcess(
             manifest,
             pod_ip=POD_ADDRESS,

@@ -237,7 +237,7 @@ async def test_the_generation_counts_changes_of_the_spec_only(cluster: LocalClus
     thing = {
         "apiVersion": "x/v1",
         "kind": "Thing",
-        "metadata": {"name": "t", "namespace": "n"},
+        "metadata": {"name": "t", "namespace": "default"},
         "spec": {"a": 1},
     }
     first = cluster.put(thing)

@@ -1,12 +1,13 @@
-"""Pods that share one address: every port of a pod becomes a free one of this machine.
+"""A pod as one machine can run it beside others: ports of its own, kept folders, no waiting for load balancers.
 
-Kubernetes gives each pod an address; on one machine all are 127.0.0.1. So the node changes the numbers in
-the pod (not the names), in its probes, and tells the program by its port options. Knows nothing of processes.
+Kubernetes gives each pod an address; on one machine all are 127.0.0.1. So the node changes the port numbers
+in the pod (not the names), in its probes, and tells the program by its port options. Knows nothing of processes.
 """
 
 import copy
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from headway_local.objects import Manifest
 
@@ -21,13 +22,31 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def moved(pod: Manifest, options: Mapping[str, str], new_port: Callable[[], int] = free_port) -> Manifest:
-    """A copy of the pod in which every port that has an option is a new one."""
+def adapt(
+    pod: Manifest,
+    *,
+    port_options: Mapping[str, str] = ENGINE_PORT_OPTIONS,
+    kept_volumes: Mapping[str, Path] | None = None,
+    new_port: Callable[[], int] = free_port,
+) -> Manifest:
+    """A copy of the pod in which every port that has an option is a new one.
+
+    `kept_volumes` names emptyDir volumes that become folders of this machine, so that what is in them (a
+    model cache) outlives the pod. A preStop hook that only sleeps goes: it gives load balancers time to
+    learn that the pod leaves, and here the only one knows at once.
+    """
     pod = copy.deepcopy(pod)
+    for volume in pod["spec"].get("volumes") or ():
+        if "emptyDir" in volume and (folder := (kept_volumes or {}).get(volume["name"])):
+            del volume["emptyDir"]
+            volume["hostPath"] = {"path": str(folder)}
     for container in pod["spec"]["containers"]:
+        hook = (container.get("lifecycle") or {}).get("preStop") or {}
+        if "sleep" in hook:
+            del container["lifecycle"]["preStop"]
         numbers: dict[int, int] = {}
         for port in container.get("ports") or ():
-            option = options.get(port.get("name", ""))
+            option = port_options.get(port.get("name", ""))
             if option is None:
                 continue
             old = int(port["containerPort"])
