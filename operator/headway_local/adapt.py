@@ -1,7 +1,7 @@
-"""A pod as one machine can run it beside others: ports of its own, kept folders, no waiting for load balancers.
+"""A pod as one machine can run it beside others: own ports, kept folders, no pause for load balancers.
 
 Kubernetes gives each pod an address; on one machine all are 127.0.0.1. So the node changes the port numbers
-in the pod (not the names), in its probes, and tells the program by its port options. Knows nothing of processes.
+in the pod (not the names), in its probes, and tells the program by its port options. Knows no processes.
 """
 
 import copy

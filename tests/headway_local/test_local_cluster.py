@@ -234,14 +234,8 @@ async def test_an_apply_without_a_difference_writes_nothing(cluster: LocalCluste
 
 async def test_the_generation_counts_changes_of_the_spec_only(cluster: LocalCluster) -> None:
     """Labels and status leave it alone; the uid never changes."""
-    thing = {
-        "apiVersion": "x/v1",
-        "kind": "Thing",
-        "metadata": {"name": "t", "namespace": "default"},
-        "spec": {"a": 1},
-    }
-    first = cluster.put(thing)
-    await cluster.apply_status({**thing, "status": {"ok": True}})
+    first = cluster.put(thing())
+    await cluster.apply_status({**thing(), "status": {"ok": True}})
     labelled = cluster.edit("Thing", "default", "t", lambda o: o["metadata"].update(labels={"x": "y"}))
     assert labelled["metadata"]["generation"] == 1
     edited = cluster.edit("Thing", "default", "t", lambda o: o["spec"].update(a=2))
