@@ -1,0 +1,146 @@
+"""How much fits: KV blocks from the memory that is really free, on the device or under the cgroup.
+
+Knows what a layer's keys and values weigh (by asking the model) and what a step needs beside them; nothing
+of scheduling.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway_engine.attention import LayerShape
+from headway_engine.config import EngineConfig
+from headway_engine.model import LoadedModel, ModelError
+from headway_engine.protocol import Capacity
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Free memory in bytes, and the words for where the number came from."""
+
+    free_bytes: int
+    source: str
+
+
+def plan(
+    config: EngineConfig, model: LoadedModel, shapes: Mapping[int, LayerShape], memory: Memory
+) -> Capacity:
+    """The capacity that `memory` allows, after the weights are loaded. Raises ModelError with the numbers.
+
+    The cache gets kv_memory_percent of weights plus free memory, less the weights and the room of the largest
+    step; never more than max_batch_sequences whole contexts, which is all that could be used.
+    """
+    size = config.kv_block_tokens
+    context = model.max_model_tokens
+    block_bytes = size * sum(shape.bytes_per_token(model.dtype) for shape in shapes.values())
+    blocks_of_context = -(-context // size)
+    useful = config.capacity_max_batch_sequences * blocks_of_context
+    if config.kv_blocks:
+        blocks = config.kv_blocks
+        reason = f"--kv-blocks is {config.kv_blocks}"
+    else:
+        share = (memory.free_bytes + model.weight_bytes) * config.kv_memory_percent // 100
+        budget = share - model.weight_bytes - step_bytes(config, model)
+        blocks = min(useful, max(0, budget) // block_bytes)
+        reason = (
+            f"{memory.source} leaves {max(0, budget) / _GIB:.2f} GiB for keys and values at "
+            f"kvCache.memoryPercent {config.kv_memory_percent}, after {model.weight_bytes / _GIB:.2f} GiB "
+            f"of weights and {step_bytes(config, model) / _GIB:.2f} GiB for the largest step"
+        )
+    if blocks < blocks_of_context:
+        if config.max_model_len or blocks < 1:
+            raise ModelError(
+                f"maxModelLen: one sequence of {context} tokens needs {blocks_of_context} KV blocks of "
+                f"{size} tokens ({blocks_of_context * block_bytes / _GIB:.2f} GiB), and there are {blocks}: "
+                f"{reason}. Lower maxModelLen or capacity.maxBatchTokens, or give the engine more memory"
+            )
+        context = blocks * size
+    return Capacity(
+        max_batch_tokens=config.capacity_max_batch_tokens,
+        max_batch_sequences=config.capacity_max_batch_sequences,
+        kv_blocks=blocks,
+        block_tokens=size,
+        max_model_tokens=context,
+    )
+
+
+def step_bytes(config: EngineConfig, model: LoadedModel) -> int:
+    """A bound, on the safe side, of what the largest step allocates beside the cache."""
+    text = model.config
+    hidden = int(getattr(text, "hidden_size", 0) or 0)
+    inner = int(getattr(text, "intermediate_size", 0) or getattr(text, "n_inner", 0) or 4 * hidden)
+    vocab = int(text.vocab_size)
+    per_token = (8 * hidden + 3 * inner) * model.dtype.itemsize
+    per_row = vocab * (model.dtype.itemsize + 3 * 4)  # logits, and their float32 copies while sampling
+    tokens = config.capacity_max_batch_tokens
+    return tokens * per_token + min(tokens, config.capacity_max_batch_sequences) * per_row
+
+
+def free_memory(device: torch.device) -> Memory:
+    """What this process may still take on `device`."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return Memory(free, f"{torch.cuda.get_device_name(device)}")
+    choices = [Memory(_available_bytes(), "free memory of the machine")]
+    if (limit := cgroup_free_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) is not None:
+        choices.append(Memory(limit, "the container's memory limit"))
+    return min(choices, key=lambda memory: memory.free_bytes)
+
+
+def cgroup_free_bytes(membership: Path, mount: Path) -> int | None:
+    """The smallest limit minus use over this process's cgroup and those above it; None without any limit.
+
+    Reads version 2, and version 1's memory controller. Page cache counts as free: the kernel gives it back.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    free: list[int] = []
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, use_name, cache_key = mount, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_name = mount / "memory", "memory.limit_in_bytes"
+            use_name, cache_key = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        folder = root / place.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root) and (found := _group_free(group, limit_name, use_name, cache_key)):
+                free.append(found)
+            if group == root:
+                break
+    return min(free, default=None)
+
+
+def _group_free(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
+    try:
+        limit_text = (group / limit_name).read_text().strip()
+        use = int((group / use_name).read_text())
+        statistics = (group / "memory.stat").read_text()
+    except OSError:
+        return None
+    if limit_text == "max" or int(limit_text) >= 1 << 60:
+        return None
+    cache = next(
+        (int(line.split()[1]) for line in statistics.splitlines() if line.split()[0] == cache_key), 0
+    )
+    return max(0, int(limit_text) - use + cache)
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -1,0 +1,51 @@
+"""A GGUF file as a Hugging Face folder: tokenizer first (quick), weights later (unpacked to float16).
+
+transformers reads the format; its `from_pretrained` would keep the weights packed, so the state dict is
+loaded here. float16 holds what a 4-bit file knows, in half the space of float32.
+Knows nothing of caches and locks.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from headway_engine.model_source import ModelError
+
+
+def write_tokenizer(gguf: Path, out: Path) -> None:
+    """Save the file's tokenizer and chat template under `out`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    except Exception as error:
+        raise ModelError(f"model: the tokenizer in {gguf} cannot be read: {error}") from error
+    tokenizer.save_pretrained(str(out))
+
+
+def write_weights(gguf: Path, out: Path) -> None:
+    """Save configuration, generation configuration and unpacked weights under `out`."""
+    import torch
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
+
+    auto: Any = transformers  # neither carries types
+    reader: Any = modeling_gguf_pytorch_utils
+
+    try:
+        config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        with torch.device("meta"):
+            module = auto.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+        parsed = reader.load_gguf_checkpoint(
+            str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.float16
+        )
+    except Exception as error:
+        raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+    tensors = {name: torch.as_tensor(value) for name, value in parsed["tensors"].items()}
+    expected = set(module.state_dict())
+    tied = set(module.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    missing = expected - set(tensors) - tied
+    if missing:
+        raise ModelError(f"model: {gguf} lacks weights of {config.model_type}: {sorted(missing)[:5]}")
+    module.load_state_dict(tensors, strict=False, assign=True)
+    module.tie_weights()
+    module.save_pretrained(str(out))

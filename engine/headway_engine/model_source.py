@@ -1,0 +1,300 @@
+"""Where a model comes from: a URI becomes a folder with its tokenizer and, later, one with its weights.
+
+`resolve` is light: it fetches or converts what a tokenizer needs, never the weights, so that the API front
+end can call it while the core loads. `weights_folder` does the rest. Both may run in two processes at once:
+what is made is made under a lock and appears by one rename. Knows nothing of torch at import time.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice, product
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTE_VOCABULARY = len(BYTE_SPECIALS) + 256
+_CACHE_VERSION = "1"  # part of every name in the cache: raise it when a converter changes
+
+_SMALL_HF_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_WEIGHT_HF_FILES = [*_SMALL_HF_FILES, "*.safetensors"]
+
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be found, read or served right. The text names the setting and a way out."""
+
+
+class SourceKind(Enum):
+    """What stands behind a URI."""
+
+    HUB = "hub"
+    FOLDER = "folder"
+    GGUF = "gguf"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomShape:
+    """A model made from a configuration and a seed. Sizes are in units of the model; `context` in tokens."""
+
+    architecture: str
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 0  # 0: as many as heads
+    intermediate: int = 0  # 0: three times hidden
+    vocab: int = 512
+    context: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A resolved URI. `tokenizer_dir` works with AutoTokenizer.from_pretrained; None when there is none."""
+
+    uri: str
+    revision: str
+    kind: SourceKind
+    cache_dir: Path
+    tokenizer_dir: Path | None
+    path: Path | None = None  # the folder or GGUF file
+    repository: str = ""
+    shape: RandomShape | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        """The last part of the URI without its suffix: the default served model name."""
+        if self.shape is not None:
+            return f"random-{self.shape.architecture}"
+        return Path(self.repository or str(self.path)).name.removesuffix(".gguf")
+
+
+def default_cache_dir() -> Path:
+    """HEADWAY_CACHE, else $XDG_CACHE_HOME/headway, else ~/.cache/headway."""
+    if explicit := os.environ.get("HEADWAY_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+
+
+def resolve(uri: str, revision: str, cache_dir: Path) -> ModelSource:
+    """The source behind a model URI, its tokenizer ready to load. Raises ModelError."""
+    parts = urlsplit(uri)
+    match parts.scheme:
+        case "hf":
+            return _resolve_hub(uri, unquote(parts.netloc + parts.path), revision, cache_dir)
+        case "file":
+            if parts.netloc not in ("", "localhost"):
+                raise ModelError(
+                    f"model: {uri!r} has a host in it; a file URI has three slashes: file:///PATH"
+                )
+            return _resolve_path(uri, Path(unquote(parts.path)), revision, cache_dir)
+        case "package":
+            path = _packaged_file(uri, parts.netloc, unquote(parts.path).lstrip("/"))
+            return _resolve_path(uri, path, revision, cache_dir)
+        case "random":
+            shape = _random_shape(uri, parts.netloc, parts.query)
+            folder = _once(
+                cache_dir / "tokenizers" / f"bytes-{shape.vocab}-v{_CACHE_VERSION}",
+                lambda out: _write_byte_tokenizer(out, shape.vocab),
+            )
+            return ModelSource(uri, revision, SourceKind.RANDOM, cache_dir, folder, shape=shape)
+    raise ModelError(
+        f"model: {uri!r} is no model URI; use hf://ORG/NAME, file:///PATH, package://MODULE/FILE.gguf or "
+        "random://ARCH?hidden=64&layers=2"
+    )
+
+
+def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
+    """A Hugging Face folder with configuration and weights (not for random models). Raises ModelError."""
+    if source.kind is SourceKind.HUB:
+        progress(f"fetching {source.repository} at {source.revision}")
+        return _snapshot(source.repository, source.revision, _WEIGHT_HF_FILES)
+    assert source.path is not None
+    if source.kind is SourceKind.FOLDER:
+        return source.path
+    gguf = source.path
+
+    def convert(out: Path) -> None:
+        from headway_engine.gguf_model import write_weights
+
+        progress(f"converting {gguf.name} (once; later starts read the cache)")
+        write_weights(gguf, out)
+
+    return _once(_gguf_cache(gguf, source.cache_dir) / "weights", convert)
+
+
+def _resolve_path(uri: str, path: Path, revision: str, cache_dir: Path) -> ModelSource:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {path} has no config.json; give the folder that holds it")
+        has_tokenizer = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
+        return ModelSource(
+            uri, revision, SourceKind.FOLDER, cache_dir, path if has_tokenizer else None, path=path
+        )
+    if not path.is_file():
+        raise ModelError(f"model: there is nothing at {path} ({uri})")
+    if path.suffix != ".gguf":
+        raise ModelError(f"model: {path} is neither a Hugging Face folder nor a .gguf file")
+
+    def convert(out: Path) -> None:
+        from headway_engine.gguf_model import write_tokenizer
+
+        write_tokenizer(path, out)
+
+    folder = _once(_gguf_cache(path, cache_dir) / "tokenizer", convert)
+    return ModelSource(uri, revision, SourceKind.GGUF, cache_dir, folder, path=path)
+
+
+def _packaged_file(uri: str, module: str, name: str) -> Path:
+    """A file inside an installed package, found without importing it (its imports may be missing)."""
+    if not module.isidentifier() or not name:
+        raise ModelError(f"model: {uri!r} must look like package://MODULE/FILE.gguf")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model: package {module!r} is not installed; install the distribution that ships {name}, or use "
+            "another URI"
+        )
+    root = Path(next(iter(spec.submodule_search_locations))).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root) or not path.is_file():
+        shipped = ", ".join(sorted(p.name for p in root.glob("*.gguf"))) or "none"
+        raise ModelError(f"model: package {module!r} has no file {name!r}; GGUF files in it: {shipped}")
+    return path
+
+
+def _resolve_hub(uri: str, repository: str, revision: str, cache_dir: Path) -> ModelSource:
+    repository = repository.strip("/")
+    if not 1 <= len(repository.split("/")) <= 2 or not repository:
+        raise ModelError(f"model: {uri!r} must look like hf://ORG/NAME")
+    folder = _snapshot(repository, revision, _SMALL_HF_FILES)
+    return ModelSource(uri, revision, SourceKind.HUB, cache_dir, folder, path=folder, repository=repository)
+
+
+def _snapshot(repository: str, revision: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"model: {repository} is gated; accept its terms on the hub and set HF_TOKEN (hfTokenSecretRef)"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model: the hub knows no {repository}, or the token may not see it; check the name and HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"revision: {repository} has no revision {revision!r}") from error
+    except Exception as error:
+        raise ModelError(
+            f"model: {repository} could not be fetched and is not in the hub cache: {error}; "
+            "check the network, HF_ENDPOINT and HF_HOME, or use file:///PATH"
+        ) from error
+
+
+def _random_shape(uri: str, architecture: str, query: str) -> RandomShape:
+    values: dict[str, int] = {}
+    known = [f for f in RandomShape.__dataclass_fields__ if f != "architecture"]
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            raise ModelError(f"model: {uri!r}: unknown parameter {name!r}; known: {', '.join(known)}")
+        try:
+            values[name] = int(text)
+        except ValueError:
+            raise ModelError(f"model: {uri!r}: {name} must be a whole number, not {text!r}") from None
+    shape = RandomShape(architecture, **values)
+    if shape.vocab < BYTE_VOCABULARY:
+        raise ModelError(
+            f"model: {uri!r}: vocab must be at least {BYTE_VOCABULARY} (256 bytes and three specials)"
+        )
+    smallest = min(shape.hidden, shape.layers, shape.heads, shape.context)
+    if smallest < 1 or shape.hidden % shape.heads or shape.heads % (shape.kv_heads or shape.heads):
+        raise ModelError(
+            f"model: {uri!r}: sizes must be positive, hidden a multiple of heads, heads of kv_heads"
+        )
+    return shape
+
+
+def _write_byte_tokenizer(out: Path, vocab: int) -> None:
+    """A tokenizer with one token a byte. Ids past the bytes stand for made-up words, so that whatever a
+    random model says can be read; encoding never yields them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ("Ġ" + "".join(letters) for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=4))
+    pieces = [*BYTE_SPECIALS, *alphabet, *islice(words, vocab - BYTE_VOCABULARY)]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in BYTE_SPECIALS])
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": BYTE_SPECIALS[0],
+                "eos_token": BYTE_SPECIALS[2],
+                "pad_token": BYTE_SPECIALS[0],
+                "clean_up_tokenization_spaces": False,
+                "chat_template": _CHAT_TEMPLATE,
+            },
+            indent=1,
+        )
+    )
+
+
+def _gguf_cache(path: Path, cache_dir: Path) -> Path:
+    """The cache folder of a GGUF file, named by its content (size, first and last MiB), not its place."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {size}".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        file.seek(max(0, size - (1 << 20)))
+        digest.update(file.read(1 << 20))
+    return cache_dir / "models" / f"{path.stem}-{digest.hexdigest()[:16]}"
+
+
+def _once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `make` if it is not there yet. Whole or absent, also after a crash half-way."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder {folder.parent} cannot be made: {error}; set HEADWAY_CACHE to a writable one"
+        ) from error
+    with _lock(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():  # somebody else made it while we waited
+            return folder
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            make(draft)
+            draft.chmod(0o755)
+            draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the system drops it when the holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,183 @@
+"""Logits to tokens: one row a sequence, each with its own parameters, no row aware of its neighbours.
+
+A draw is the inverse of the cumulative distribution at a number made by hashing (seed, output position), so
+it does not depend on what else is in the batch. Where the distribution is cut, a few hundred of the likeliest
+tokens are nearly always enough, and a full sort is the rare way out. Log-probabilities are those of the model
+itself, before penalties, bias and temperature. Knows nothing of keys, values and layers.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from headway_engine.sequence import SampledToken, SamplingParams, Sequence, TokenLogprob
+
+_TIERS = (256, 4096)
+"""How many of the likeliest tokens are looked at before the whole vocabulary is sorted."""
+
+_MASK64 = (1 << 64) - 1
+
+
+class NotFinite(ArithmeticError):
+    """The model gave no usable logits for these sequences."""
+
+    def __init__(self, ids: tuple[str, ...]) -> None:
+        super().__init__(f"the model's output is not a number for {len(ids)} sequence(s)")
+        self.ids = ids
+
+
+def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
+    """The next token of each sequence, from logits [len(sequences), vocabulary]. Raises NotFinite."""
+    if not sequences:
+        return []
+    logits = logits.float()
+    params = [s.request.sampling for s in sequences]
+    highest = logits.amax(dim=-1)
+    if not bool(torch.isfinite(highest).all()):
+        bad = (~torch.isfinite(highest)).nonzero().flatten().tolist()
+        raise NotFinite(tuple(sequences[row].id for row in bad))
+    asked = [row for row, p in enumerate(params) if p.logprobs >= 0]
+    own = logits[asked].clone() if asked else logits[:0]
+    edited = _edit(logits, sequences)
+    tokens = edited.argmax(dim=-1).tolist()
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+    if drawn:
+        uniforms = [uniform(params[row].seed, sequences[row].output_len) for row in drawn]
+        picks = _draw(edited[drawn], [params[row] for row in drawn], uniforms)
+        for row, token in zip(drawn, picks, strict=True):
+            tokens[row] = token
+    found: dict[int, TokenLogprob] = {}
+    if asked:
+        found = dict(
+            zip(asked, _logprobs(own, [tokens[r] for r in asked], [params[r] for r in asked]), strict=True)
+        )
+    return [SampledToken(token=token, logprob=found.get(row)) for row, token in enumerate(tokens)]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for output `position` under `seed`: two rounds of the SplitMix64 finaliser."""
+    x = _mix(_mix(seed & _MASK64) ^ ((position * 0x9E3779B97F4A7C15) & _MASK64))
+    return (x >> 11) / float(1 << 53)
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _edit(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    """Penalties, bias and the ban of stop tokens; only rows that ask for one are touched, in a copy."""
+    rows = [row for row, s in enumerate(sequences) if _edits(s)]
+    if not rows:
+        return logits
+    edited = logits.clone()
+    for row in rows:
+        _edit_row(edited[row], sequences[row])
+    return edited
+
+
+def _edits(sequence: Sequence) -> bool:
+    p = sequence.request.sampling
+    return bool(
+        p.presence_penalty
+        or p.frequency_penalty
+        or p.repetition_penalty != 1.0
+        or p.logit_bias
+        or (p.stop_token_ids and sequence.output_len < p.min_tokens)
+    )
+
+
+def _edit_row(row: torch.Tensor, sequence: Sequence) -> None:
+    """In place. Writing the same value twice is harmless, so repeated tokens need no counting where a
+    penalty does not count them."""
+    p = sequence.request.sampling
+    if p.repetition_penalty != 1.0:
+        seen = torch.tensor(sequence.tokens, device=row.device)
+        score = row[seen]
+        row[seen] = torch.where(score > 0, score / p.repetition_penalty, score * p.repetition_penalty)
+    said = sequence.tokens[sequence.prompt_len :]
+    if said and (p.presence_penalty or p.frequency_penalty):
+        index = torch.tensor(said, device=row.device)
+        if p.presence_penalty:
+            row[index] = row[index] - p.presence_penalty
+        if p.frequency_penalty:
+            row.index_add_(0, index, torch.full_like(row[index], -p.frequency_penalty))
+    if p.logit_bias:
+        index = torch.tensor([token for token, _ in p.logit_bias], device=row.device)
+        row.index_add_(0, index, row.new_tensor([bias for _, bias in p.logit_bias]))
+    if p.stop_token_ids and sequence.output_len < p.min_tokens:
+        row[torch.tensor(p.stop_token_ids, device=row.device)] = -torch.inf
+
+
+def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:
+    """Temperature, then top_k, then top_p of what is left, then min_p; the cut distribution at `uniforms`."""
+    temperature = logits.new_tensor([p.temperature for p in params])
+    scaled = logits / temperature[:, None]
+    whole = [row for row, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1.0 and p.min_p <= 0.0]
+    cut = [row for row in range(len(params)) if row not in set(whole)]
+    tokens = [0] * len(params)
+    if whole:
+        for row, token in zip(whole, _draw_whole(scaled[whole], [uniforms[r] for r in whole]), strict=True):
+            tokens[row] = token
+    vocabulary = logits.shape[1]
+    pending = cut
+    for tier in (*(k for k in _TIERS if k < vocabulary), vocabulary):
+        if not pending:
+            break
+        picks = _draw_cut(scaled[pending], [params[r] for r in pending], [uniforms[r] for r in pending], tier)
+        for row, token in zip(pending, picks, strict=True):
+            tokens[row] = token
+        pending = [row for row, token in zip(pending, picks, strict=True) if token < 0]
+    return tokens
+
+
+def _draw_whole(scaled: torch.Tensor, uniforms: Seq[float]) -> list[int]:
+    """No cut: the distribution in order of token ids needs neither sort nor top-k."""
+    sums = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
+    target = sums.new_tensor(uniforms)[:, None] * sums[:, -1:]
+    picks: list[int] = torch.searchsorted(sums, target, right=True).flatten().tolist()
+    return [min(pick, scaled.shape[1] - 1) for pick in picks]
+
+
+def _draw_cut(
+    scaled: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float], tier: int
+) -> list[int]:
+    """Draw among the `tier` likeliest tokens; -1 for a row whose cut does not fall among them."""
+    vocabulary = scaled.shape[1]
+    values, tokens = torch.topk(scaled, tier, dim=-1)
+    total = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    mass = (values - total).double().exp()
+    sums = mass.cumsum(dim=-1)
+    rank = torch.arange(tier, device=scaled.device)
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)
+    # What top_p is a share of: the mass that top_k left.
+    last = top_k.clamp(max=tier)[:, None] - 1
+    left = torch.where(top_k[:, None] > tier, 1.0, sums.gather(1, last))
+    top_p = sums.new_tensor([p.top_p for p in params])[:, None]
+    min_p = sums.new_tensor([p.min_p for p in params])[:, None]
+    keep = (rank < top_k[:, None]) & (sums - mass < top_p * left) & (mass >= min_p * mass[:, :1])
+    kept = keep.sum(dim=-1).clamp(min=1)  # a prefix of the ranks, always at least the likeliest token
+    target = sums.new_tensor(uniforms)[:, None] * sums.gather(1, kept[:, None] - 1)
+    places = torch.searchsorted(sums, target, right=True).flatten()
+    places = torch.minimum(places, kept - 1)
+    picks = tokens.gather(1, places[:, None]).flatten()
+    complete = (kept < tier) | (top_k <= tier) | (tier == vocabulary)
+    chosen: list[int] = torch.where(complete, picks, -1).tolist()
+    return chosen
+
+
+def _logprobs(logits: torch.Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> list[TokenLogprob]:
+    total = torch.logsumexp(logits, dim=-1)
+    chosen = (logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - total).tolist()
+    most = min(max(p.logprobs for p in params), logits.shape[1])
+    values, ids = torch.topk(logits, most, dim=-1)
+    top_values, top_ids = (values - total[:, None]).tolist(), ids.tolist()
+    return [
+        TokenLogprob(
+            logprob=chosen[row],
+            top=tuple(zip(top_ids[row][: p.logprobs], top_values[row][: p.logprobs], strict=True)),
+        )
+        for row, p in enumerate(params)
+    ]
