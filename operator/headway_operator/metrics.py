@@ -16,9 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway_engine.protocol import BatchingMode, Capacity, Limits, Metric, Objectives, Outcome
 from headway_engine.stepcost import StepStatistics
 
-WARMUP_STEPS = 50
-"""Steps after an engine's start that say little about its speed (allocation, compilation, cold caches)."""
-
 
 class MetricsError(ValueError):
     """The text is not an exposition of a Headway engine."""
@@ -323,7 +320,7 @@ def _histogram_added(pairs: Iterable[_Pair], metric: Metric) -> Histogram | None
 def _statistics_added(pairs: Iterable[_Pair]) -> StepStatistics | None:
     total: StepStatistics | None = None
     for before, after in pairs:
-        if before.statistics is None or after.statistics is None or before.statistics.n < WARMUP_STEPS:
+        if before.statistics is None or after.statistics is None:
             continue
         added = after.statistics.minus(before.statistics)
         total = added if total is None else total.plus(added)

@@ -4,17 +4,25 @@ Pure: time is an argument and the next memory is part of the answer. Knows nothi
 Kubernetes.
 """
 
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 
 from headway_engine.protocol import Capacity, Limits
-from headway_engine.stepcost import StepCost
 from headway_operator.metrics import Observation
-from headway_operator.resource import Batching, Slo, Tuning, TuningMode
-from headway_operator.tuner.memory import Feasibility, Memory
-from headway_operator.tuner.quantiles import Exceedances, Judgement
+from headway_operator.resource import Batching, OnMetricsLoss, Slo, Tuning, TuningMode
+from headway_operator.tuner.evidence import Evidence, TargetEvidence, gather
+from headway_operator.tuner.explain import explain, standing
+from headway_operator.tuner.feasibility import assess, settle
+from headway_operator.tuner.learn import ENOUGH_TRAFFIC, Interval, is_sparse, judged, knows_steps, learn
+from headway_operator.tuner.memory import Feasibility, Memory, Trial
+from headway_operator.tuner.quantiles import Judgement
+from headway_operator.tuner.solve import solve
+
+__all__ = ["Change", "Decision", "Evidence", "State", "TargetEvidence", "Verdict", "decide", "fit_in"]
 
 
 class Verdict(StrEnum):
@@ -50,39 +58,6 @@ class Change:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class TargetEvidence:
-    """How one target stands: counts since the last change, the percentile itself of the last interval."""
-
-    target_s: float
-    percentile: str
-    judgement: Judgement
-    seen: Exceedances
-    window_s: float
-    value_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """The numbers behind a decision. None: not known."""
-
-    ttft: TargetEvidence | None = None
-    itl: TargetEvidence | None = None
-    e2e: TargetEvidence | None = None
-    cost: StepCost | None = None
-    model_error: float | None = None  # last interval's mean step time against the model, as a share
-    predicted_step_s: float | None = None
-    attainment: float | None = None  # share of offered requests that met every target, last interval
-    offered_per_s: float | None = None
-    finished_per_s: float | None = None
-    output_tokens_per_s: float | None = None
-    prompt_tokens_per_s: float | None = None
-    capacity_per_s: float | None = None  # requests a second that the deployment can serve inside the targets
-    replicas_needed: int | None = None
-    best_ttft_s: float | None = None
-    best_itl_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What should be in force, and why. `recommended` is set where it differs from `limits` (Recommend)."""
@@ -114,25 +89,357 @@ def decide(
     `current` is what the engines report, `capacity` what one of them reserved. `observation` is None
     when no pod could be scraped, which is not the same as no traffic.
     """
-    base = batching.limits()
-    memory = msgspec.structs.replace(memory, base=base, tuned=memory.tuned or base)
+    # 1. Take over what the user edited.
+    memory, edits, free = _adopt(slo, tuning, batching, capacity, memory)
     if tuning.mode is TuningMode.OFF:
-        return Decision(
-            limits=base, verdict=Verdict.HOLD, state=State.OFF, reason="tuning.mode is Off", memory=memory
-        )
+        return _untuned(memory, batching, capacity, edits, State.OFF, "tuning.mode is Off")
     if slo.ttft is None and slo.itl is None:
-        return Decision(
-            limits=base,
-            verdict=Verdict.HOLD,
-            state=State.NO_TARGET,
-            reason="the resource has neither slo.ttft nor slo.itl: there is nothing to tune for",
-            memory=memory,
-        )
-    assert memory.tuned is not None
+        why = "the resource has neither slo.ttft nor slo.itl: there is nothing to tune for"
+        return _untuned(memory, batching, capacity, edits, State.NO_TARGET, why)
+    acting = tuning.mode is TuningMode.AUTO
+    # 2. Learn from what happened, or count that nothing was seen.
+    interval = Interval()
+    if observation is None and not free:
+        return _blind(memory, batching, capacity, tuning, edits, acting, now_s)
+    if observation is not None:
+        settled = not acting or _same_tunables(current, _tuned(memory))
+        memory, interval = learn(memory, observation, slo, current, now_s, settled=settled)
+    # 3. Undo a change that made things worse.
+    if acting and observation is not None:
+        memory, reverted = _watch_trial(memory, slo, interval, now_s)
+        if reverted:
+            return _finish(slo, tuning, batching, capacity, memory, observation, interval, reverted, now_s)
+    # 4. Work out what the model asks for, and move there.
+    held = _reason_to_hold(memory, observation)
+    if held is not None:
+        outcome = _Outcome(Verdict.EDIT if edits else Verdict.HOLD, held[0], held[1], edits)
+    else:
+        memory, outcome = _move(slo, tuning, batching, capacity, memory, edits, now_s, free=free)
+    return _finish(slo, tuning, batching, capacity, memory, observation, interval, outcome, now_s)
+
+
+TUNABLES: dict[str, str] = {
+    "max_batch_tokens": "maxBatchTokens",
+    "max_batch_sequences": "maxBatchSequences",
+    "prefill_chunk_tokens": "prefillChunkTokens",
+    "max_queued_tokens": "queue.maxTokens",
+}
+"""Fields of Limits that the tuner moves, with their names in the resource."""
+
+HYSTERESIS = 0.06
+FREEZE_S = 300.0
+MISSES_TO_FALL_BACK = 10
+MISSES_TO_GO_STATIC = 3
+TRIAL_INTERVALS = 2
+SAME_LOAD = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    verdict: Verdict
+    state: State
+    reason: str
+    changes: tuple[Change, ...] = ()
+    predicted_s: float | None = None
+
+
+def _tuned(memory: Memory) -> Limits:
+    assert memory.tuned is not None, "adopt comes first"
+    return memory.tuned
+
+
+def _same_tunables(a: Limits, b: Limits) -> bool:
+    return all(getattr(a, name) == getattr(b, name) for name in TUNABLES)
+
+
+def _adopt(
+    slo: Slo, tuning: Tuning, batching: Batching, capacity: Capacity, memory: Memory
+) -> tuple[Memory, tuple[Change, ...], bool]:
+    """The memory under the present spec, the edits found, and whether targets or bounds are new.
+
+    Fields that the tuner does not move follow the spec. Those it moves follow an edit of that very field,
+    and otherwise stay where the tuner has them.
+    """
+    base = batching.limits()
+    old, tuned = memory.base or base, memory.tuned or base
+    edited = [name for name in TUNABLES if getattr(old, name) != getattr(base, name)]
+    values = {name: getattr(base if name in edited else tuned, name) for name in TUNABLES}
+    adopted = fit_in(msgspec.structs.replace(base, **values), capacity)
+    changes = tuple(
+        Change(TUNABLES[name], getattr(tuned, name), getattr(adopted, name), "spec.batching was edited")
+        for name in edited
+        if getattr(tuned, name) != getattr(adopted, name)
+    )
+    objective = zlib.crc32(repr((slo, tuning.bounds)).encode())
+    free = memory.objective != 0 and memory.objective != objective
+    if edited or free:
+        # Counts and trials were about other limits or other targets.
+        memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=(), trial=None)
+    memory = msgspec.structs.replace(memory, base=base, tuned=adopted, objective=objective)
+    return memory, changes, free
+
+
+def fit_in(limits: Limits, capacity: Capacity) -> Limits:
+    """The nearest limits that an engine of this capacity can have in force."""
+    tokens = min(max(1, limits.max_batch_tokens), capacity.max_batch_tokens)
+    return msgspec.structs.replace(
+        limits,
+        max_batch_tokens=tokens,
+        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
+        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
+    )
+
+
+def _untuned(
+    memory: Memory,
+    batching: Batching,
+    capacity: Capacity,
+    edits: tuple[Change, ...],
+    state: State,
+    why: str,
+) -> Decision:
+    """The limits of the spec, as they stand there."""
+    base = fit_in(batching.limits(), capacity)
     return Decision(
-        limits=memory.tuned,
-        verdict=Verdict.HOLD,
-        state=State.LEARNING,
-        reason="not enough steps seen yet to know what one costs",
+        limits=base,
+        verdict=Verdict.EDIT if edits else Verdict.HOLD,
+        state=state,
+        reason=why,
+        memory=msgspec.structs.replace(memory, tuned=base, trial=None),
+        changes=edits,
+    )
+
+
+def _blind(
+    memory: Memory,
+    batching: Batching,
+    capacity: Capacity,
+    tuning: Tuning,
+    edits: tuple[Change, ...],
+    acting: bool,
+    now_s: float,
+) -> Decision:
+    """No pod could be scraped: hold, and after a while go back to what is known to be good."""
+    missed = memory.missed + 1
+    memory = msgspec.structs.replace(memory, missed=missed)
+    tuned, base = _tuned(memory), fit_in(batching.limits(), capacity)
+    verdict, changes = (Verdict.EDIT if edits else Verdict.HOLD), edits
+    reason = f"no engine could be scraped {missed} {'time' if missed == 1 else 'times'} in a row: limits stay"
+    if tuning.on_metrics_loss is OnMetricsLoss.STATIC and missed >= MISSES_TO_GO_STATIC:
+        target, where = base, "the limits of the spec are in force until one answers (onMetricsLoss: Static)"
+    elif missed >= MISSES_TO_FALL_BACK and memory.good is not None:
+        target, where = (
+            fit_in(_merge(base, memory.good), capacity),
+            "the last limits known to be good are in force",
+        )
+    else:
+        target, where = tuned, ""
+    if where and acting:
+        reason = f"no engine could be scraped {missed} times in a row: {where}"
+        moved = _differences(tuned, target, lambda _: reason)
+        if moved:
+            verdict, changes = Verdict.FALL_BACK, (*edits, *moved)
+            memory = msgspec.structs.replace(
+                memory, tuned=target, trial=None, ttft=(), itl=(), e2e=(), changed_at_s=now_s
+            )
+    return Decision(
+        limits=_tuned(memory) if acting else base,
+        verdict=verdict,
+        state=State.METRICS_LOST,
+        reason=reason,
         memory=memory,
+        changes=changes,
+        feasibility=memory.feasibility,
+    )
+
+
+def _merge(base: Limits, tuned: Limits) -> Limits:
+    """The spec's limits with the tuned values in them."""
+    return msgspec.structs.replace(base, **{name: getattr(tuned, name) for name in TUNABLES})
+
+
+def _differences(old: Limits, new: Limits, why: Callable[[str], str]) -> tuple[Change, ...]:
+    return tuple(
+        Change(TUNABLES[name], getattr(old, name), getattr(new, name), why(name))
+        for name in TUNABLES
+        if getattr(old, name) != getattr(new, name)
+    )
+
+
+def _violated(memory: Memory, slo: Slo) -> tuple[str, ...]:
+    found = (("ITL", memory.itl, slo.itl), ("TTFT", memory.ttft, slo.ttft))
+    return tuple(name for name, windows, target in found if judged(windows, target)[0] is Judgement.VIOLATED)
+
+
+def _watch_trial(
+    memory: Memory, slo: Slo, interval: Interval, now_s: float
+) -> tuple[Memory, _Outcome | None]:
+    """Undo the last growth when a target broke that held before, under the same load and engine speed.
+
+    The model said that it would hold, so the model is wrong there: growth stays off for five minutes.
+    """
+    trial = memory.trial
+    if trial is None:
+        return memory, None
+    broken = [name for name in _violated(memory, slo) if name not in trial.violated_before]
+    load = memory.load
+    same_load = (
+        load.arrivals_per_s <= SAME_LOAD * trial.arrivals_per_s
+        and load.decode_sequences <= SAME_LOAD * trial.decode_sequences + 1
+    )
+    if broken and trial.grew and same_load and not interval.speed_changed:
+        before = _merge(_tuned(memory), trial.before)
+        reason = (
+            f"{' and '.join(broken)} broke after the last change, at the same load and engine speed: back to "
+            f"what it was, and no growth for {FREEZE_S / 60:.0f} min"
+        )
+        changes = _differences(_tuned(memory), before, lambda _: "the last change is undone")
+        memory = msgspec.structs.replace(
+            memory,
+            tuned=before,
+            trial=None,
+            no_growth_until_s=now_s + FREEZE_S,
+            changed_at_s=now_s,
+            ttft=(),
+            itl=(),
+            e2e=(),
+        )
+        return memory, _Outcome(Verdict.REVERT, State.ACTIVE, reason, changes)
+    over = trial.intervals + 1 >= TRIAL_INTERVALS
+    trial_next = None if over else msgspec.structs.replace(trial, intervals=trial.intervals + 1)
+    return msgspec.structs.replace(memory, trial=trial_next), None
+
+
+def _reason_to_hold(memory: Memory, observation: Observation | None) -> tuple[State, str] | None:
+    """Why the model may not be acted upon yet; None when it may."""
+    if observation is not None and observation.pods == 0:
+        return State.LEARNING, "first reading of the engines: there is nothing to compare it with yet"
+    if observation is not None and is_sparse(memory):
+        per_5_min = memory.traffic / memory.traffic_s * 300 if memory.traffic_s > 0 else 0.0
+        if per_5_min < 0.5:
+            return State.INSUFFICIENT_TRAFFIC, "no traffic: limits stay"
+        return (
+            State.INSUFFICIENT_TRAFFIC,
+            f"{per_5_min:.0f} requests in five minutes are too few to judge by ({ENOUGH_TRAFFIC} needed): "
+            "limits stay",
+        )
+    if not knows_steps(memory):
+        return State.LEARNING, "too few steps with prompt tokens seen to know what one costs"
+    if observation is not None and (observation.statistics is None or observation.statistics.n < 1):
+        return State.ACTIVE, "no step ran since the last look: limits stay"
+    return None
+
+
+def _move(
+    slo: Slo,
+    tuning: Tuning,
+    batching: Batching,
+    capacity: Capacity,
+    memory: Memory,
+    edits: tuple[Change, ...],
+    now_s: float,
+    *,
+    free: bool,
+) -> tuple[Memory, _Outcome]:
+    """Go where the model points, if it is far enough from here to be worth a change."""
+    state = State.ACTIVE if tuning.mode is TuningMode.AUTO else State.ADVISORY
+    start = _tuned(memory)
+    solution = solve(slo, tuning, batching, capacity, start, memory, free=free)
+    assert solution is not None, "there is a model and a target"
+    frozen = now_s < memory.no_growth_until_s
+    broken = _violated(memory, slo)
+    itl_broken = "ITL" in broken or (slo.itl is None and "TTFT" in broken)
+    values = {
+        "max_batch_tokens": _worth_it(
+            start.max_batch_tokens, solution.max_batch_tokens.value, frozen=frozen, urgent=itl_broken
+        ),
+        "max_queued_tokens": _worth_it(
+            start.max_queued_tokens, solution.max_queued_tokens.value, frozen=frozen, urgent=False
+        ),
+        "prefill_chunk_tokens": _worth_it(
+            start.prefill_chunk_tokens, solution.prefill_chunk_tokens.value, frozen=False, urgent=False
+        ),
+        "max_batch_sequences": _worth_it(
+            start.max_batch_sequences, solution.max_batch_sequences.value, frozen=False, urgent=False
+        ),
+    }
+    # Sequences above the budget are refused by the engine, whatever the hysteresis says.
+    values["max_batch_sequences"] = min(values["max_batch_sequences"], values["max_batch_tokens"])
+    wanted = msgspec.structs.replace(start, **values)
+    words = explain(slo, memory, solution, start, wanted)
+    changes = _differences(start, wanted, lambda name: words[name])
+    if not changes:
+        verdict = Verdict.EDIT if edits else Verdict.HOLD
+        return memory, _Outcome(
+            verdict, state, standing(slo, memory, solution, frozen), edits, solution.predicted_s
+        )
+    grew = wanted.max_batch_tokens > start.max_batch_tokens or (
+        wanted.max_batch_tokens == start.max_batch_tokens
+        and wanted.max_queued_tokens > start.max_queued_tokens
+    )
+    memory = msgspec.structs.replace(
+        memory,
+        tuned=wanted,
+        trial=Trial(
+            at_s=now_s,
+            before=start,
+            grew=grew,
+            arrivals_per_s=memory.load.arrivals_per_s,
+            decode_sequences=memory.load.decode_sequences,
+            violated_before=broken,
+        ),
+        changed_at_s=now_s,
+        ttft=(),
+        itl=(),
+        e2e=(),
+    )
+    reason = "; ".join(f"{c.parameter} {c.old} -> {c.new}: {c.why}" for c in changes)
+    verdict = Verdict.GROW if grew else Verdict.SHRINK
+    return memory, _Outcome(verdict, state, reason, (*edits, *changes), solution.predicted_s)
+
+
+def _worth_it(now: int, wanted: int, *, frozen: bool, urgent: bool) -> int:
+    """`wanted`, or `now` when the difference is noise or growth is off. `urgent`: any shrinking counts."""
+    if wanted > now and frozen:
+        return now
+    if wanted < now and urgent:
+        return wanted
+    return wanted if abs(wanted - now) > HYSTERESIS * now else now
+
+
+def _finish(
+    slo: Slo,
+    tuning: Tuning,
+    batching: Batching,
+    capacity: Capacity,
+    memory: Memory,
+    observation: Observation | None,
+    interval: Interval,
+    outcome: _Outcome,
+    now_s: float,
+) -> Decision:
+    """Everything that goes with an outcome: what is known good, feasibility, the numbers."""
+    tuned = _tuned(memory)
+    solution = solve(slo, tuning, batching, capacity, tuned, memory, free=False)
+    found = assess(slo, capacity, tuned, memory, solution, interval)
+    if observation is not None and outcome.state is not State.INSUFFICIENT_TRAFFIC:
+        memory = settle(memory, found)
+    evidence = gather(slo, memory, observation, interval, found, outcome.predicted_s, now_s)
+    judgements = [t.judgement for t in (evidence.ttft, evidence.itl) if t is not None]
+    if not outcome.changes and judgements and all(j is Judgement.MET for j in judgements):
+        memory = msgspec.structs.replace(memory, good=tuned, good_at_s=now_s)
+    acting = tuning.mode is TuningMode.AUTO
+    base = fit_in(batching.limits(), capacity)
+    agreed = found.verdict is memory.feasibility
+    return Decision(
+        limits=tuned if acting else base,
+        verdict=outcome.verdict,
+        state=outcome.state,
+        reason=outcome.reason,
+        memory=memory,
+        changes=outcome.changes,
+        recommended=None if acting or _same_tunables(tuned, base) else tuned,
+        feasibility=memory.feasibility,
+        feasibility_reason=found.reason if agreed else "",
+        evidence=evidence,
     )

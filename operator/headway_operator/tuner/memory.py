@@ -41,13 +41,26 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What the traffic asks for, smoothed: rises count at once, falls slowly. Rates are of the deployment."""
+    """What the traffic asks for, smoothed. Rates are those of all pods together."""
 
     decode_sequences: float = 0.0  # that a decoding sequence shares its step with, itself included
     kv_tokens_per_sequence: float = 0.0
-    arrivals_per_s: float = 0.0
-    prompt_tokens: float = 0.0  # to compute, per request
-    output_tokens: float = 0.0  # per request
+    arrivals_per_s: float = 0.0  # rises count at once, falls slowly; the others are slow means
+    accepted_per_s: float = 0.0
+    refused_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0  # computed, so without prefix hits
+    output_tokens_per_s: float = 0.0
+    pods: int = 1
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Prompt tokens to compute, per accepted request."""
+        return self.prefill_tokens_per_s / self.accepted_per_s if self.accepted_per_s > 0 else 0.0
+
+    @property
+    def output_tokens(self) -> float:
+        """Output tokens per accepted request."""
+        return self.output_tokens_per_s / self.accepted_per_s if self.accepted_per_s > 0 else 0.0
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +70,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     before: Limits
     grew: bool
     arrivals_per_s: float
+    decode_sequences: float
     violated_before: tuple[str, ...] = ()
     intervals: int = 0
 
@@ -77,6 +91,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ttft: tuple[Window, ...] = ()
     itl: tuple[Window, ...] = ()
     e2e: tuple[Window, ...] = ()
+    refused: tuple[Window, ...] = ()  # rejected and failed: misses of every target
     good: Limits | None = None
     good_at_s: float = 0.0
     trial: Trial | None = None
@@ -97,7 +112,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 def to_status(memory: Memory) -> str:
     """The text for `status.tuning.state`, at most MAX_STATE_BYTES long."""
     text = _encode(memory)
-    while len(text) > MAX_STATE_BYTES and (memory.ttft or memory.itl or memory.e2e):
+    while len(text) > MAX_STATE_BYTES and (memory.ttft or memory.itl or memory.e2e or memory.refused):
         # Counts are what can be gathered again; the model cannot.
         memory = msgspec.structs.replace(memory, ttft=memory.ttft[1:], itl=memory.itl[1:], e2e=memory.e2e[1:])
         text = _encode(memory)

@@ -1,0 +1,210 @@
+"""Whether any setting can keep the promise, and if none can, whether more replicas would.
+
+Below the engine's floor no replica helps: one request alone is too slow. Out of capacity they do.
+Knows nothing of limits in force or of how replicas are added.
+"""
+
+import math
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from headway_engine.protocol import Capacity, Limits
+from headway_operator.resource import Slo, Target
+from headway_operator.tuner.learn import Interval, judged, knows_steps
+from headway_operator.tuner.memory import Feasibility, Memory
+from headway_operator.tuner.quantiles import Judgement
+from headway_operator.tuner.solve import (
+    MARGIN,
+    SMALLEST_PREFILL,
+    Point,
+    Solution,
+    point,
+    step_target_s,
+)
+from headway_operator.tuner.words import per_second, span
+
+UTILISATION = 0.75
+"""Share of its capacity that a replica is planned for: near 1 the queue, and with it TTFT, has no bound."""
+TICKS_TO_FLAG = {
+    Feasibility.BELOW_ENGINE_FLOOR: 2,
+    Feasibility.CAPACITY_LIMITED: 3,
+    Feasibility.FEASIBLE: 2,
+    Feasibility.UNKNOWN: 3,
+}
+QUEUE_IS_SHORT = 0.2
+"""Share of the TTFT target under which the wait in the queue is not what makes it long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What was found. Rates are of all pods together; None: not known."""
+
+    verdict: Feasibility
+    reason: str
+    capacity_per_s: float | None = None
+    replicas_needed: int | None = None
+    best_ttft_s: float | None = None
+    best_itl_s: float | None = None
+
+
+def assess(
+    slo: Slo,
+    capacity: Capacity,
+    limits: Limits,
+    memory: Memory,
+    solution: Solution | None,
+    interval: Interval,
+) -> Assessment:
+    """The verdict of this moment, without memory of earlier ones (see `settle`)."""
+    at = point(memory)
+    if at is None or solution is None or not knows_steps(memory):
+        return Assessment(Feasibility.UNKNOWN, "what a step costs is not known yet")
+    served_per_s = capacity_per_s(slo, capacity, limits, memory, at)
+    load = memory.load
+    offered_per_s = load.accepted_per_s + load.refused_per_s
+    needed = None
+    if served_per_s is not None and served_per_s > 0:
+        needed = max(1, math.ceil(offered_per_s / (UTILISATION * served_per_s) - 1e-9))
+    total_per_s = None if served_per_s is None else UTILISATION * served_per_s * load.pods
+    floor = _below_floor(slo, memory, solution, at, interval)
+    if floor is not None:
+        return Assessment(
+            Feasibility.BELOW_ENGINE_FLOOR,
+            floor.reason,
+            total_per_s,
+            needed,
+            floor.best_ttft_s,
+            floor.best_itl_s,
+        )
+    short = _short_of_capacity(slo, memory, solution, at, served_per_s, offered_per_s)
+    if short is not None:
+        needed = max(needed or 0, load.pods + 1, short.replicas)
+        words = f"{short.reason}: {needed} replicas are needed, there {_are(load.pods)}"
+        return Assessment(Feasibility.CAPACITY_LIMITED, words, total_per_s, needed)
+    return Assessment(Feasibility.FEASIBLE, "a setting that meets the targets exists", total_per_s, needed)
+
+
+def settle(memory: Memory, found: Assessment) -> Memory:
+    """The memory after this finding: a verdict changes only when it is found several times in a row."""
+    if found.verdict is memory.feasibility:
+        return replace(memory, suspected=found.verdict, suspected_ticks=0)
+    ticks = memory.suspected_ticks + 1 if found.verdict is memory.suspected else 1
+    if (
+        ticks >= TICKS_TO_FLAG[found.verdict]
+        or memory.feasibility is Feasibility.UNKNOWN is not found.verdict
+    ):
+        bad = found.verdict in (Feasibility.BELOW_ENGINE_FLOOR, Feasibility.CAPACITY_LIMITED)
+        if not bad or ticks >= TICKS_TO_FLAG[found.verdict]:
+            return replace(memory, feasibility=found.verdict, suspected=found.verdict, suspected_ticks=0)
+    return replace(memory, suspected=found.verdict, suspected_ticks=ticks)
+
+
+def capacity_per_s(slo: Slo, capacity: Capacity, limits: Limits, memory: Memory, at: Point) -> float | None:
+    """Requests a second of the present kind that one pod can serve when fully used, inside the targets.
+
+    With every step as long as allowed, T, a request rate r keeps D = r O T sequences decoding (O output
+    tokens each), and its prompts (L tokens each) must fit in what is left of the step:
+    r L T b = T - a - (c + d k) D. Hence r = (1 - a/T) / (L b + O (c + d k)). Memory and the sequence
+    cap bound D, too.
+    """
+    target_s = step_target_s(slo)
+    load = memory.load
+    if target_s is None or load.prompt_tokens <= 0 or load.output_tokens <= 0:
+        return None
+    step_s = (1 - MARGIN) * target_s / memory.kappa
+    work_s = load.prompt_tokens * at.cost.per_prefill_token_s + load.output_tokens * at.per_sequence_s
+    idle_s = at.cost.base_s + at.overhead_s
+    if step_s <= idle_s or work_s <= 0:
+        return 0.0
+    most = float(min(capacity.max_batch_sequences, limits.max_batch_sequences))
+    if at.kv_tokens_per_sequence > 0 and capacity.kv_tokens > 0:
+        most = min(most, 0.9 * capacity.kv_tokens / at.kv_tokens_per_sequence)
+    return min((1 - idle_s / step_s) / work_s, most / (load.output_tokens * step_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Floor:
+    reason: str
+    best_ttft_s: float | None = None
+    best_itl_s: float | None = None
+
+
+def _below_floor(
+    slo: Slo, memory: Memory, solution: Solution, at: Point, interval: Interval
+) -> _Floor | None:
+    if slo.itl is not None and judged(memory.itl, slo.itl)[0] is not Judgement.MET:
+        alone_s = at.seconds(SMALLEST_PREFILL, 1.0)
+        if alone_s > slo.itl.target_s:
+            return _Floor(
+                f"one request alone, with the smallest useful step, takes {span(alone_s)} per token; the ITL "
+                f"target is {span(slo.itl.target_s)}. More replicas do not help: only a faster engine or a "
+                "smaller model does",
+                best_itl_s=alone_s,
+            )
+    if slo.ttft is not None and judged(memory.ttft, slo.ttft)[0] is not Judgement.MET:
+        prompt = memory.load.prompt_tokens
+        prefill = max(SMALLEST_PREFILL, solution.max_batch_tokens.value - at.decode_sequences)
+        chunk = min(prefill, solution.prefill_chunk_tokens.value)
+        alone_s = math.ceil(prompt / chunk) * at.seconds(min(chunk, max(prompt, 1.0)), 1.0)
+        if prompt > 0 and alone_s > slo.ttft.target_s:
+            return _Floor(
+                f"a mean prompt of {prompt:.0f} tokens alone takes {span(alone_s)}; the TTFT target is "
+                f"{span(slo.ttft.target_s)}. More replicas do not help",
+                best_ttft_s=alone_s,
+            )
+        if at.decode_sequences < 2 and judged(memory.ttft, slo.ttft)[0] is Judgement.VIOLATED:
+            return _alone_and_late(slo.ttft, interval)
+    return None
+
+
+def _alone_and_late(target: Target, interval: Interval) -> _Floor | None:
+    """Late first tokens that no queue explains."""
+    queue_s, ttft_s = interval.queue_s, interval.ttft_s
+    if queue_s is None or ttft_s is None or ttft_s <= target.target_s:
+        return None
+    if queue_s >= QUEUE_IS_SHORT * target.target_s:
+        return None
+    return _Floor(
+        f"requests wait only {span(queue_s)} before they run and still take {span(ttft_s)} to the first token; "
+        f"the TTFT target is {span(target.target_s)}. More replicas do not help",
+        best_ttft_s=ttft_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    reason: str
+    replicas: int = 0
+
+
+def _short_of_capacity(
+    slo: Slo, memory: Memory, solution: Solution, at: Point, served_per_s: float | None, offered_per_s: float
+) -> _Short | None:
+    load = memory.load
+    crowded = at.decode_sequences > 1 and solution.prefill_tokens < SMALLEST_PREFILL
+    if slo.itl is not None and crowded and at.per_sequence_s > 0:
+        room_s = solution.step_allowed_s - at.seconds(SMALLEST_PREFILL, 0)
+        fit = max(1.0, room_s / at.per_sequence_s)
+        if judged(memory.itl, slo.itl)[0] is not Judgement.MET:
+            return _Short(
+                f"{at.decode_sequences:.0f} sequences decode at once in a pod and {fit:.0f} fit in the ITL "
+                f"target of {span(slo.itl.target_s)}",
+                math.ceil(load.pods * at.decode_sequences / fit),
+            )
+    if served_per_s is None or offered_per_s <= 0:
+        return None
+    full_per_s = served_per_s * load.pods
+    refused = load.refused_per_s / offered_per_s
+    misses = min(t.percentile.miss_share for t in (slo.ttft, slo.itl) if t is not None)
+    violated = judged(memory.ttft, slo.ttft)[0] is Judgement.VIOLATED
+    if offered_per_s > 0.85 * full_per_s and (refused > misses or (violated and offered_per_s > full_per_s)):
+        return _Short(
+            f"{per_second(offered_per_s)} arrive, {per_second(full_per_s)} can be served inside the targets"
+            + (f" ({100 * refused:.0f} % are refused)" if refused > 0.005 else "")
+        )
+    return None
+
+
+def _are(pods: int) -> str:
+    return "is 1" if pods == 1 else f"are {pods}"

@@ -1,0 +1,214 @@
+"""The limits that the model asks for: a step as large as the ITL target allows, a queue as long as the
+TTFT target allows (reference: docs/architecture.md, "how a decision is made").
+
+Pure arithmetic on the memory; knows nothing of trials, verdicts or time.
+"""
+
+import math
+from dataclasses import dataclass
+
+from headway_engine.protocol import Capacity, Limits
+from headway_engine.stepcost import StepCost
+from headway_operator.resource import Batching, Bound, Slo, Tuning
+from headway_operator.tuner.memory import Memory
+
+MARGIN = 0.10
+SMALLEST_PREFILL = 16
+"""Prompt tokens a step below which a prompt hardly moves; the engine's floor is measured here."""
+LARGEST_GRID = 32
+TTFT_STEP_SHARE = 0.25
+"""With no ITL target, the share of the TTFT target that one step may take."""
+QUEUE_SHARE = 0.85
+SHRINK_MOST, GROW_MOST = 0.4, 1.5
+LARGEST_QUEUE = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where the engine works: what a decoding sequence shares its step with, and what lies between steps."""
+
+    cost: StepCost
+    decode_sequences: float
+    kv_tokens_per_sequence: float
+    overhead_s: float
+
+    def seconds(self, prefill_tokens: float, decode_sequences: float | None = None) -> float:
+        """Predicted time from one step to the next."""
+        decode = self.decode_sequences if decode_sequences is None else decode_sequences
+        return (
+            self.cost.seconds(prefill_tokens, decode, decode * self.kv_tokens_per_sequence) + self.overhead_s
+        )
+
+    @property
+    def per_sequence_s(self) -> float:
+        """What one more decoding sequence adds to a step."""
+        return self.cost.per_decode_s + self.cost.per_kv_token_s * self.kv_tokens_per_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """A value after the bounds, and the bound that changed it (empty: none did)."""
+
+    value: int
+    binding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Wanted values of the parameters that are tuned, each with what binds it."""
+
+    max_batch_tokens: Clamped
+    max_batch_sequences: Clamped
+    prefill_chunk_tokens: Clamped
+    max_queued_tokens: Clamped
+    prefill_tokens: float
+    """The largest prefill a step may carry by the model; below SMALLEST_PREFILL where none fits."""
+    step_allowed_s: float
+    """Target less margin and correction."""
+    predicted_s: float
+    """Of a full step at `max_batch_tokens`."""
+
+
+def point(memory: Memory) -> Point | None:
+    """The present working point; None before there is a model."""
+    if memory.cost is None:
+        return None
+    load = memory.load
+    return Point(memory.cost, load.decode_sequences, load.kv_tokens_per_sequence, memory.overhead_s)
+
+
+def step_target_s(slo: Slo) -> float | None:
+    """What a step may take by the targets, before margin and correction."""
+    if slo.itl is not None:
+        return slo.itl.target_s
+    if slo.ttft is not None:
+        return TTFT_STEP_SHARE * slo.ttft.target_s
+    return None
+
+
+def grid(tokens: float) -> int:
+    """The step in which a budget moves: about a sixteenth of it, 32 at most, for tiny engines 1."""
+    return min(LARGEST_GRID, 1 << math.floor(math.log2(max(1.0, tokens / 16))))
+
+
+def on_grid(tokens: float) -> int:
+    """The budget rounded down to its grid."""
+    step = grid(tokens)
+    return max(1, math.floor(tokens / step + 1e-9) * step)
+
+
+def solve(
+    slo: Slo,
+    tuning: Tuning,
+    batching: Batching,
+    capacity: Capacity,
+    start: Limits,
+    memory: Memory,
+    *,
+    free: bool,
+) -> Solution | None:
+    """Wanted values, moving from `start` by no more than the trust region, or at once when `free`.
+
+    None when there is neither a model nor a target that a step could be held to.
+    """
+    at, target_s = point(memory), step_target_s(slo)
+    if at is None or target_s is None:
+        return None
+    bounds = tuning.bounds
+    allowed_s = (1 - MARGIN) * target_s / memory.kappa
+    decode = at.decode_sequences
+    per_token_s = at.cost.per_prefill_token_s
+    room_s = allowed_s - at.seconds(0)
+    prefill = room_s / per_token_s if per_token_s > 0 else math.copysign(math.inf, room_s)
+    wanted = min(max(prefill, SMALLEST_PREFILL) + decode, capacity.max_batch_tokens)
+    trusted = wanted if free else _trusted(wanted, start.max_batch_tokens, decode)
+    smallest = max(bounds.max_batch_sequences.min or 1, 1)
+    tokens = _clamp(
+        on_grid(trusted),
+        Bound(max(bounds.max_batch_tokens.min or 1, smallest), bounds.max_batch_tokens.max),
+        capacity.max_batch_tokens,
+        "maxBatchTokens",
+    )
+    if not tokens.binding and trusted != wanted:
+        tokens = Clamped(tokens.value, f"one step of x{SHRINK_MOST:g} to x{GROW_MOST:g} at a time")
+    full = max(0.0, tokens.value - decode)
+    predicted_s = at.seconds(full)
+    return Solution(
+        max_batch_tokens=tokens,
+        max_batch_sequences=_sequences(at, allowed_s, bounds.max_batch_sequences, batching, tokens.value),
+        prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
+        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full),
+        prefill_tokens=prefill,
+        step_allowed_s=allowed_s,
+        predicted_s=predicted_s,
+    )
+
+
+def _trusted(wanted: float, now: int, decode: float) -> float:
+    """No further than the region in which a linear model can be believed. It is about the prefill share."""
+    prefill = max(now - decode, SMALLEST_PREFILL)
+    low = SHRINK_MOST * prefill + decode
+    high = max(GROW_MOST * prefill, prefill + SMALLEST_PREFILL) + decode
+    return min(max(wanted, low), high)
+
+
+def _clamp(value: int, bound: Bound, ceiling: int, name: str) -> Clamped:
+    if value > ceiling:
+        value, binding = ceiling, f"capacity {ceiling}"
+    else:
+        binding = ""
+    if bound.max is not None and value > bound.max:
+        value, binding = bound.max, f"tuning.bounds.{name}.max"
+    if bound.min is not None and value < bound.min:
+        value, binding = min(bound.min, ceiling), f"tuning.bounds.{name}.min"
+    return Clamped(value, binding)
+
+
+def _sequences(at: Point, allowed_s: float, bound: Bound, batching: Batching, tokens: int) -> Clamped:
+    """A safety limit: as many sequences as can decode inside the target, never fewer than decode now.
+
+    It is no means to regulate latency: a tight cap only moves the wait in front of the first token.
+    """
+    most = min(batching.max_batch_sequences, batching.capacity_max_batch_sequences)
+    binding = ""
+    if at.per_sequence_s > 0:
+        safe = math.floor((allowed_s - at.seconds(SMALLEST_PREFILL / 2, 0)) / at.per_sequence_s)
+        safe = max(safe, math.ceil(at.decode_sequences), 1)
+        # Far beyond what was seen the slope is a guess, and a guess must not close the door.
+        if safe < most and at.decode_sequences >= safe / 4:
+            most, binding = safe, "decoding more of them at once breaks the ITL target"
+    clamped = _clamp(most, bound, batching.capacity_max_batch_sequences, "maxBatchSequences")
+    if clamped.value > tokens:
+        return Clamped(tokens, "a step holds no more sequences than tokens")
+    return Clamped(clamped.value, clamped.binding or binding)
+
+
+def _chunk(
+    slo: Slo, at: Point, bound: Bound, batching: Batching, capacity: Capacity, memory: Memory, full: float
+) -> Clamped:
+    """The user's chunk, unless it alone makes a mean prompt take more than half the TTFT target."""
+    chunk, binding = batching.prefill_chunk_tokens, ""
+    prompt = memory.load.prompt_tokens
+    if slo.ttft is not None and prompt > chunk and full > chunk:
+        alone_s = math.ceil(prompt / chunk) * at.seconds(chunk)
+        if alone_s > 0.5 * slo.ttft.target_s:
+            chunk = on_grid(full)
+            binding = (
+                f"in chunks of {batching.prefill_chunk_tokens} a mean prompt alone takes {alone_s:.2g} s"
+            )
+    clamped = _clamp(chunk, bound, capacity.max_batch_tokens, "prefillChunkTokens")
+    return Clamped(clamped.value, clamped.binding or binding)
+
+
+def _queue(slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, full: float) -> Clamped:
+    """Prompt tokens that can be computed inside the TTFT target; without one, as it is."""
+    if slo.ttft is None:
+        return Clamped(start.max_queued_tokens)
+    prefill = max(full, 1.0)
+    step_s = at.seconds(prefill)
+    wait_s = max(0.0, slo.ttft.target_s - 2 * step_s)
+    tokens = memory.queue_scale * QUEUE_SHARE * wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
+    # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
+    least = max(2 * memory.load.prompt_tokens, full)
+    value = on_grid(min(max(tokens, least), LARGEST_QUEUE))
+    return _clamp(value, bound, LARGEST_QUEUE, "maxQueuedTokens")
