@@ -131,10 +131,10 @@ def _say(error: ValidationError) -> str:
             return f"must be at least {value}"
         case "maximum":
             return f"must be at most {value}"
-        case "minProperties" | "maxProperties":
-            return (
-                f"must have {'at least' if error.validator == 'minProperties' else 'at most'} {value} entry"
-            )
+        case "minProperties":
+            return f"must have at least {value} of its fields"
+        case "maxProperties":
+            return f"must have at most {value} of its fields"
         case _:
             return str(error.message)
 
