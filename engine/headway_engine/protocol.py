@@ -143,7 +143,7 @@ class Metric(StrEnum):
     QUEUED_TOKENS = "headway_queued_tokens"
     KV_USED_BLOCKS = "headway_kv_used_blocks"
     KV_USED_RATIO = "headway_kv_used_ratio"
-    LIMIT = "headway_limit"  # label parameter = field of Limits
+    LIMIT = "headway_limit"  # label parameter = field of Limits; mode is its position in BatchingMode
     LIMITS_GENERATION = "headway_limits_generation"
     CAPACITY = "headway_capacity"  # label parameter = field of Capacity
     OBJECTIVE = "headway_objective_seconds"  # label objective = ttft | itl | e2e
