@@ -141,7 +141,7 @@ class BlockPool:
         self._hash_of = [None] * self.blocks
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError, with words, unless each block is free once or held by exactly these tables."""
+        """Raise AssertionError, with words, unless each block is free once or held by just these tables."""
         sequences = list(sequences)
         held: Counter[int] = Counter()
         for s in sequences:

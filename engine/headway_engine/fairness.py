@@ -129,7 +129,8 @@ class FairQueue:
         self.policy = policy or TenantPolicy()
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # of _classes, ascending
-        self._place: dict[RequestId, int] = {}
+        self._home: dict[RequestId, tuple[_Class, _Lane]] = {}  # of everyone who waits or runs
+        self._place: dict[RequestId, int] = {}  # of those who wait
         self._places = 0
         self._lane_numbers = 0
         self._since_aged = 0  # admissions in order since the last aged one
@@ -153,6 +154,7 @@ class FairQueue:
             lane.counter = max(lane.counter, self._floor(klass))
         klass.members += 1
         lane.members += 1
+        self._home[sequence.id] = klass, lane
         place = self._next_place(sequence)
         klass.arrivals.append((place, sequence))
         lane.queue.append((place, sequence))
@@ -161,7 +163,7 @@ class FairQueue:
 
     def push_preempted(self, sequence: Sequence) -> None:
         """A sequence that was running waits again, ahead of the newcomers of its class."""
-        klass = self._classes[self.policy.class_of(sequence)]
+        klass, _ = self._home[sequence.id]
         insort(klass.resumed, (sequence.order, self._next_place(sequence), sequence))
         klass.waiting += 1
 
@@ -184,13 +186,12 @@ class FairQueue:
     def put_back(self, taken: Iterable[Sequence]) -> None:
         """Undo `take` for these, given in the order in which they were taken."""
         for sequence in reversed(list(taken)):
-            klass = self._classes[self.policy.class_of(sequence)]
+            klass, lane = self._home[sequence.id]
             place = self._place[sequence.id]
             if sequence.preemptions:
                 insort(klass.resumed, (sequence.order, place, sequence))
                 klass.waiting += 1
             else:
-                lane = self._lane(klass, sequence)
                 lane.queue.appendleft((place, sequence))
                 self._count_in(klass, lane)
 
@@ -198,16 +199,15 @@ class FairQueue:
         """A taken sequence runs now."""
         del self._place[sequence.id]
         top = self.highest_class
-        out_of_order = top is not None and top > self.policy.class_of(sequence)
+        out_of_order = top is not None and top > self._home[sequence.id][0].priority
         self._since_aged = 0 if out_of_order else self._since_aged + 1
 
     def remove(self, sequence: Sequence) -> None:
         """A waiting sequence goes away (abort, timeout); `leave` comes after."""
         del self._place[sequence.id]
-        klass = self._classes[self.policy.class_of(sequence)]
+        klass, lane = self._home[sequence.id]
         klass.waiting -= 1
         if not sequence.preemptions:
-            lane = self._lane(klass, sequence)
             lane.waiting -= 1
             while lane.queue and not self._counts(lane.queue[0]):
                 lane.queue.popleft()
@@ -215,13 +215,12 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, cost: int) -> None:
         """Tokens of a sequence were scheduled."""
-        lane = self._lane(self._classes[self.policy.class_of(sequence)], sequence)
+        lane = self._home[sequence.id][1]
         lane.counter += cost / lane.weight
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ended. A class that nobody stands in is forgotten, and its counters with it."""
-        klass = self._classes[self.policy.class_of(sequence)]
-        lane = self._lane(klass, sequence)
+        klass, lane = self._home.pop(sequence.id)
         lane.members -= 1
         klass.members -= 1
         if not klass.members:

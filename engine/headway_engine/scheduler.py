@@ -191,6 +191,11 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         return (self._finish(sequence, FinishReason.ABORT),) if sequence else ()
 
+    def give_up(self, request_id: RequestId, message: str) -> tuple[Event, ...]:
+        """End one sequence as failed, and only it: one that poisons a step, say, before the step's commit."""
+        sequence = self._sequences.get(request_id)
+        return (self._finish(sequence, FinishReason.ERROR, message),) if sequence else ()
+
     def expire(self, now_s: float) -> tuple[Event, ...]:
         """End requests that never ran and have waited the queue timeout (0: no timeout)."""
         timeout_s = self._limits.queue_timeout_ms / 1000
@@ -215,9 +220,7 @@ class Scheduler:
             self._plan_waiting(plan)
         if not plan.chunks:
             return None
-        chunks = plan.chunks.values()
-        decodes = [c for c in chunks if c.is_decode]
-        self._step = Step((*decodes, *(c for c in chunks if not c.is_decode)))
+        self._step = Step(tuple(sorted(plan.chunks.values(), key=lambda chunk: not chunk.is_decode)))
         return self._step
 
     def wait_s(self, now_s: float) -> float | None:

@@ -168,6 +168,7 @@ class Drive:
         """Ask for the next step, and check that it can be computed."""
         step = self.scheduler.next_step(self.now_s)
         self.scheduler.check()
+        assert step is not None or not self.scheduler.running, "sequences run and none gets on"
         if step is not None:
             self._compute(step)
         return step
