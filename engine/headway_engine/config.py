@@ -34,6 +34,7 @@ class EngineConfig:
     limits_file: Path | None = None
     objectives_file: Path | None = None
     drain_timeout_s: float = 60.0
+    stall_limit_s: float = 60.0
     threads: int = 0  # 0: all cores that the process may use
     log_level: str = "info"
 
@@ -97,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
         default=d.drain_timeout_s,
         help="how long running requests may go on after SIGTERM",
     )
+    p.add_argument(
+        "--stall-limit-s",
+        type=float,
+        default=d.stall_limit_s,
+        help="requests pending and no step finished for so long: /healthz turns red",
+    )
     p.add_argument("--threads", type=int, default=d.threads, help="compute threads; 0: all usable cores")
     p.add_argument("--log-level", default=d.log_level, choices=["debug", "info", "warning", "error"])
     return p
@@ -121,3 +128,12 @@ def parse(argv: list[str]) -> EngineConfig:
     if config.capacity_max_batch_tokens < config.capacity_max_batch_sequences:
         p.error("--capacity-max-batch-tokens must not be below --capacity-max-batch-sequences")
     return config
+
+
+def served_name(config: EngineConfig) -> str:
+    """The model's name in the API: the given one, or the last part of the URI."""
+    if config.served_model_name:
+        return config.served_model_name
+    scheme, _, rest = config.model.partition("://")
+    name = rest.partition("?")[0].rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+    return f"random-{name}" if scheme == "random" else name

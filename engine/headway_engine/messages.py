@@ -61,6 +61,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     dtype: str
     runner: str
+    tokenizer_dir: str = ""  # folder with tokenizer.json, for the front end's own tokeniser
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):

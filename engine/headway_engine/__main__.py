@@ -1,0 +1,181 @@
+"""The engine's command: one front-end process with two ports, and the core process beside it.
+
+Wires everything together and owns the order in which things start and end. Exit status: 0 after a drain,
+1 when the core was lost or could not start.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from headway_engine import channel, config, logs
+from headway_engine.control import ControlError, control_app, decode_objectives
+from headway_engine.core_client import CoreClient
+from headway_engine.protocol import CONTROL_KEY_ENV, Objectives
+from headway_engine.server import Front, public_app
+from headway_engine.telemetry import Telemetry
+
+log = logging.getLogger("headway.front")
+
+CORE_COMMAND = (sys.executable, "-m", "headway_engine.core_process")
+ANSWER_TIME_S = 2
+"""How long answers to requests that were given up may take to reach their clients."""
+CORE_EXIT_S = 2.0
+"""How long the core may take to leave its loop."""
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to us: two of them live in this process, and both must drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> None:
+    """Entry point of `headway-engine`."""
+    argv = sys.argv[1:]
+    settings = config.parse(argv)
+    logs.configure(settings.log_level)
+    sys.exit(uvloop.run(serve(settings, argv)))
+
+
+async def serve(
+    settings: config.EngineConfig, argv: Sequence[str], core_command: Sequence[str] = CORE_COMMAND
+) -> int:
+    """Run until a signal or the loss of the core; the exit status. `settings` was parsed from `argv`."""
+    telemetry = Telemetry(starting_objectives(settings), start_time_s=time.time())
+    core = CoreClient(telemetry)
+    name = config.served_name(settings)
+    front = Front(core, telemetry, name, created=int(time.time()))
+    key = os.environ.get(CONTROL_KEY_ENV, "")
+    apps = {
+        settings.port: public_app(front),
+        settings.management_port: control_app(core, telemetry, key=key, stall_limit_s=settings.stall_limit_s),
+    }
+    # 1. Listen before loading: probes and clients get true answers from the first moment.
+    servers = [listen(app, settings.host, port) for port, app in apps.items()]
+    serving = [asyncio.create_task(server.serve()) for server in servers]
+    # 2. Start the core, which loads the model.
+    ours, theirs = channel.pair()
+    with theirs:
+        process = start_core([*core_command, str(theirs.fileno()), *argv], theirs.fileno())
+    reading = asyncio.create_task(core.run(await channel.FrontEnd.open(ours)))
+    log.info(
+        logs.fields(
+            "started",
+            model=name,
+            port=settings.port,
+            management_port=settings.management_port,
+            core=process.pid,
+        )
+    )
+    # 3. Serve until asked to stop, or until there is nothing to serve with.
+    signals = Signals()
+    await first_of(signals.first.wait(), core.gone.wait())
+    # 4. Finish what runs, or give it up with an answer.
+    if not core.gone.is_set():
+        await drain(core, signals, settings.drain_timeout_s)
+    lost = core.gone.is_set()
+    core.stop()
+    # 5. Close the ports, then the core.
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
+    await first_of(core.gone.wait(), asyncio.sleep(CORE_EXIT_S))
+    reading.cancel()
+    end_core(process)
+    log.info(logs.fields("stopped", lost_core=lost, core_status=process.returncode))
+    return 1 if lost else 0
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first one drains, a second one is impatient."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def drain(core: CoreClient, signals: Signals, timeout_s: float) -> None:
+    """Refuse newcomers, let running requests finish; those that do not in time get an answer that says so."""
+    log.info(logs.fields("draining", in_flight=core.in_flight, timeout_s=timeout_s))
+    core.drain()
+    await first_of(core.idle(), signals.second.wait(), core.gone.wait(), asyncio.sleep(timeout_s))
+    if core.in_flight:
+        log.warning(logs.fields("drain-cut-short", in_flight=core.in_flight))
+        core.end_all("the engine is shutting down")
+
+
+def listen(app: ASGIApp, host: str, port: int) -> Server:
+    """A server for one port. No access log: requests are counted, changes are logged."""
+    return Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=ANSWER_TIME_S,
+        )
+    )
+
+
+def start_core(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
+    """The core process, holding the other end of the channel."""
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+
+
+def end_core(process: subprocess.Popen[bytes]) -> None:
+    """The core ends with its channel; one that hangs in a step does not get to hold up the exit."""
+    try:
+        process.wait(timeout=CORE_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def starting_objectives(settings: config.EngineConfig) -> Objectives:
+    """Objectives of the file, or none. Exits with words for a file that says something else."""
+    if settings.objectives_file is None:
+        return Objectives()
+    try:
+        return decode_objectives(settings.objectives_file.read_bytes())
+    except (OSError, ControlError) as error:
+        raise SystemExit(f"--objectives-file {settings.objectives_file}: {error}") from error
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of them is over; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    main()

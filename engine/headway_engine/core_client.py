@@ -1,0 +1,258 @@
+"""The front end's hold on the engine core: requests go in, each one's events come back to its mailbox.
+
+Owns the list of requests in flight, and the promise that every one of them gets an end: from the core,
+from a cancel, or from here when the core is gone. Knows nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from headway_engine.channel import ChannelClosed, FrontEnd
+from headway_engine.logs import fields
+from headway_engine.messages import (
+    Abort,
+    Died,
+    Drain,
+    LimitsApplied,
+    Loading,
+    Ready,
+    Refused,
+    Report,
+    SetLimits,
+    StepReport,
+    Stop,
+    Submit,
+)
+from headway_engine.protocol import Limits, Outcome
+from headway_engine.sequence import Event, Finished, FinishReason, Rejected, Request, RequestId, Started
+from headway_engine.telemetry import Telemetry
+from headway_engine.text import Tokeniser
+
+log = logging.getLogger("headway.front")
+
+News = Event | Rejected
+
+
+class Phase(Enum):
+    """Where the core is. GONE is final: the process exits and is started anew from outside."""
+
+    STARTING = "starting"
+    READY = "ready"
+    GONE = "gone"
+
+
+class CoreGone(Exception):
+    """The core cannot answer any more."""
+
+
+class Mailbox:
+    """News of one HTTP request, put by the channel's reader and taken by the request's task. It holds no
+    more than the request's own tokens: a slow client gets what piled up in one piece."""
+
+    def __init__(self) -> None:
+        self._news: list[News] = []
+        self._wake = asyncio.Event()
+
+    def put(self, news: News) -> None:
+        self._news.append(news)
+        self._wake.set()
+
+    async def take(self) -> list[News]:
+        """All news since the last time; waits for the first."""
+        await self._wake.wait()
+        self._wake.clear()
+        news, self._news = self._news, []
+        return news
+
+
+class CoreClient:
+    """Used from the front end's event loop only."""
+
+    def __init__(self, telemetry: Telemetry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.phase = Phase.STARTING
+        self.doing = "starting the engine core"  # shown by /readyz
+        self.ready: Ready | None = None
+        self.tokeniser: Tokeniser | None = None
+        self.limits: Limits | None = None
+        self.draining = False
+        self.gone = asyncio.Event()
+        self._telemetry = telemetry
+        self._clock = clock
+        self._end: FrontEnd | None = None
+        self._boxes: dict[RequestId, Mailbox] = {}
+        self._unstarted: set[RequestId] = set()
+        self._tickets: dict[int, asyncio.Future[Limits]] = {}
+        self._next_ticket = 0
+        self._last_words = ""  # why the core ended, when it could say so itself
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._progress_s = clock()  # the last report, or the moment when there was something to wait for
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._boxes)
+
+    @property
+    def unstarted(self) -> int:
+        """Requests that have not been in a step yet."""
+        return len(self._unstarted)
+
+    def stalled_s(self) -> float:
+        """How long requests have been pending without any report from the core; 0 when nothing is pending."""
+        return self._clock() - self._progress_s if self._boxes else 0.0
+
+    async def run(self, end: FrontEnd) -> None:
+        """Read reports until the core is gone."""
+        self._end = end
+        try:
+            while True:
+                await self._take(await end.receive())
+        except ChannelClosed:
+            self.lose("the engine core ended unexpectedly")
+
+    def submit(self, requests: Sequence[Request], box: Mailbox) -> None:
+        """Hand requests to the core; the mailbox gets all that comes of them."""
+        if not self._boxes:
+            self._progress_s = self._clock()
+        for request in requests:
+            self._telemetry.arrived(request)
+            self._boxes[request.id] = box
+            self._unstarted.add(request.id)
+            self._send(Submit(request))
+        self._idle.clear()
+
+    def end(self, id: RequestId, outcome: Outcome) -> None:
+        """Forget a request, and have the core forget it. Nothing happens to one that has ended."""
+        if id not in self._boxes:
+            return
+        self._telemetry.ended(id, outcome, self._clock())
+        self._forget(id)
+        if self.phase is not Phase.GONE:
+            self._send(Abort(id))
+
+    async def set_limits(self, limits: Limits) -> Limits:
+        """Put limits in force between two steps; what is in force then. Raises CoreGone."""
+        if self.phase is Phase.GONE:
+            raise CoreGone(self.doing)
+        self._next_ticket += 1
+        ticket = self._next_ticket
+        answer: asyncio.Future[Limits] = asyncio.get_running_loop().create_future()
+        self._tickets[ticket] = answer
+        self._send(SetLimits(ticket, limits))
+        try:
+            return await answer
+        finally:
+            self._tickets.pop(ticket, None)
+
+    def drain(self) -> None:
+        """No newcomers from now on."""
+        self.draining = True
+        self._telemetry.draining = True
+        if self.phase is not Phase.GONE:
+            self._send(Drain())
+
+    def stop(self) -> None:
+        """Have the core leave its loop."""
+        if self.phase is not Phase.GONE:
+            self._send(Stop())
+
+    async def idle(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._idle.wait()
+
+    def end_all(self, message: str) -> None:
+        """Give every open request its end, as failed, with words for the client."""
+        for id, box in list(self._boxes.items()):
+            self.end(id, Outcome.FAILED)
+            box.put(Finished(id, FinishReason.ERROR, message))
+
+    def lose(self, message: str) -> None:
+        """The core is gone: everyone who waits for it hears so."""
+        if self.phase is Phase.GONE:
+            return
+        self.phase = Phase.GONE
+        self.doing = why = self._last_words or message
+        log.error(fields("core-gone", reason=why, in_flight=self.in_flight))
+        self.end_all(why)
+        self._telemetry.core_gone()
+        for answer in self._tickets.values():
+            if not answer.done():
+                answer.set_exception(CoreGone(why))
+        self.gone.set()
+
+    async def _take(self, report: Report) -> None:
+        now_s = self._clock()
+        self._progress_s = now_s
+        match report:
+            case StepReport():
+                self._telemetry.record(report, now_s)
+                self._deliver(report.events)
+            case Refused(rejected=rejected, gauges=gauges):
+                self._telemetry.refused(rejected.id, gauges, now_s)
+                self._put(rejected)
+                self._forget(rejected.id)
+            case LimitsApplied(ticket=ticket, limits=limits):
+                self._in_force(limits)
+                answer = self._tickets.get(ticket)
+                if answer is not None and not answer.done():
+                    answer.set_result(limits)
+            case Loading(what=what):
+                self.doing = what
+                log.info(fields("loading", what=what))
+            case Ready():
+                await self._become_ready(report)
+            case Died(message=message):
+                log.error(fields("core-died", error=message))
+                self._last_words = message
+
+    async def _become_ready(self, ready: Ready) -> None:
+        self.doing = "loading the tokenizer"
+        self.tokeniser = await asyncio.to_thread(Tokeniser, Path(ready.tokenizer_dir))
+        self.ready = ready
+        self._telemetry.capacity = ready.capacity
+        self._in_force(ready.limits)
+        self.phase = Phase.READY
+        self.doing = ""
+        log.info(
+            fields(
+                "ready",
+                model=ready.model,
+                device=ready.device,
+                dtype=ready.dtype,
+                runner=ready.runner,
+                kv_blocks=ready.capacity.kv_blocks,
+                max_model_tokens=ready.capacity.max_model_tokens,
+            )
+        )
+
+    def _in_force(self, limits: Limits) -> None:
+        self.limits = limits
+        self._telemetry.limits = limits
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._put(event)
+            if isinstance(event, Finished):
+                self._forget(event.id)
+            elif isinstance(event, Started):
+                self._unstarted.discard(event.id)
+
+    def _put(self, news: News) -> None:
+        box = self._boxes.get(news.id)
+        if box is not None:
+            box.put(news)
+
+    def _forget(self, id: RequestId) -> None:
+        self._boxes.pop(id, None)
+        self._unstarted.discard(id)
+        if not self._boxes:
+            self._idle.set()
+
+    def _send(self, command: Submit | Abort | SetLimits | Drain | Stop) -> None:
+        if self._end is None:
+            return  # the core has not been started: there is nothing it could know of
+        self._end.send(command)

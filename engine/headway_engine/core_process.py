@@ -1,0 +1,131 @@
+"""The engine core as a process: load the model, then turn the loop, talking over an inherited socket.
+
+Started by the API front end as `python -m headway_engine.core_process FD ARGUMENTS...`. It lives exactly as
+long as the front end does: the end of the channel ends it, whatever it is doing, and signals are left
+to the front end (a terminal or a container runtime may send them to the whole process group).
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from headway_engine import channel, config, logs
+from headway_engine.limits import clamp, differences
+from headway_engine.loop import Loop, Run, Scheduler
+from headway_engine.messages import Command, Died, Loading, Ready
+from headway_engine.protocol import Capacity, Limits, check_limits
+
+log = logging.getLogger("headway.core")
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """Everything that loading yields."""
+
+    scheduler: Scheduler
+    run: Run
+    ready: Ready
+
+
+Load = Callable[[Callable[[str], None]], Core]
+"""Builds the core; is given a function that tells the front end what it is doing."""
+
+
+def serve(sock: socket.socket, load: Load) -> int:
+    """Load, then turn until told to stop; the exit status. Commands that come before Ready wait."""
+    end = channel.CoreEnd(sock)
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(end, inbox), name="inbox", daemon=True).start()
+    try:
+        core = load(lambda what: end.send(Loading(what)))
+        end.send(core.ready)
+        Loop(core.scheduler, core.run, end.send, limits=core.ready.limits, inbox=inbox).run()
+    except channel.ChannelClosed:
+        log.warning(logs.fields("front-end-gone"))
+    except Exception as error:
+        log.exception(logs.fields("core-died"))
+        end.send(Died(message=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _receive(end: channel.CoreEnd, inbox: "queue.SimpleQueue[Command]") -> None:
+    try:
+        while True:
+            inbox.put(end.receive())
+    except channel.ChannelClosed:
+        # The front end is gone and nobody reads any more: do not finish loading, or the step.
+        os._exit(0)
+
+
+def starting_limits(settings: config.EngineConfig, capacity: Capacity) -> Limits:
+    """Limits of the file, or the defaults, brought below capacity; every clamp is one log line.
+
+    Raises InvalidLimits or msgspec.DecodeError for a file that says something else.
+    """
+    limits = Limits()
+    if settings.limits_file is not None:
+        limits = msgspec.json.decode(settings.limits_file.read_bytes(), type=Limits)
+    clamped = clamp(limits, capacity)
+    for name, wanted, now in differences(limits, clamped):
+        log.warning(logs.fields("limit-clamped", limit=name, wanted=wanted, now=now))
+    check_limits(clamped, capacity)
+    return clamped
+
+
+def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -> Core:
+    """The real thing: resolve and load the model, measure what fits, reserve it."""
+    progress("starting")
+    # Imported here: torch takes seconds, and /readyz should say what they are spent on.
+    from headway_engine import model, runner
+    from headway_engine.scheduler import Scheduler
+
+    progress(f"resolving {settings.model}")
+    source = model.resolve(settings.model, settings.revision, model.default_cache_dir())
+    loaded = model.load(
+        source,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+    )
+    if loaded.tokenizer_dir is None:
+        raise model.ModelError(f"model: {settings.model} has no tokenizer beside its weights")
+    progress("measuring capacity")
+    capacity = runner.measure_capacity(loaded, settings)
+    built = runner.build_runner(settings, loaded, capacity)
+    limits = starting_limits(settings, capacity)
+    ready = Ready(
+        capacity=capacity,
+        limits=limits,
+        model=loaded.description,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        runner=built.name,
+        tokenizer_dir=str(loaded.tokenizer_dir),
+        stop_token_ids=loaded.eos_token_ids,
+    )
+    return Core(Scheduler(capacity, limits, prefix_caching=settings.prefix_caching), built.run, ready)
+
+
+def main(
+    argv: list[str], load: Callable[[config.EngineConfig, Callable[[str], None]], Core] = load_model
+) -> int:
+    """Entry point: FD, then the engine's own arguments."""
+    for ignored in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
+    settings = config.parse(argv[1:])
+    logs.configure(settings.log_level)
+    return serve(socket.socket(fileno=int(argv[0])), lambda progress: load(settings, progress))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,262 @@
+"""The engine core: commands in, steps, reports out.
+
+One thread turns the loop and is the only one to touch the scheduler; everyone else posts commands. It
+knows a scheduler, a function that runs a step, and a function that takes reports; it knows neither
+HTTP nor torch nor how reports travel, so it runs in a process of its own or inside a test alike.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from headway_engine.limits import differences, successor
+from headway_engine.logs import fields
+from headway_engine.messages import (
+    Abort,
+    Command,
+    Died,
+    Drain,
+    Gauges,
+    LimitsApplied,
+    Refused,
+    Report,
+    SetLimits,
+    StepReport,
+    Stop,
+    Submit,
+)
+from headway_engine.protocol import Limits
+from headway_engine.sequence import Event, Rejected, Request, RequestId, SampledToken, Step
+from headway_engine.stepcost import StepStatistics
+
+log = logging.getLogger("headway.core")
+
+WARM_UP_STEPS = 50
+"""Steps after start that the statistics leave out: caches, kernels and allocators are still settling."""
+
+FATAL_FAILURES = 3
+"""Steps that fail whole, one after another, before the core gives up: the device is gone, not a request."""
+
+Run = Callable[[Step], Mapping[RequestId, SampledToken]]
+
+
+class Pool(Protocol):
+    """What the loop reads of the block pool."""
+
+    @property
+    def used_blocks(self) -> int: ...
+
+
+class Scheduler(Protocol):
+    """What the loop asks of the scheduler. `admit` answers with a Rejected or something else."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def prefix_hit_tokens_total(self) -> int: ...
+    @property
+    def preemptions_total(self) -> int: ...
+
+    def admit(self, request: Request, now_s: float) -> object: ...
+    def abort(self, request_id: RequestId, now_s: float) -> Iterable[Event]: ...
+    def next_step(self, now_s: float) -> Step | None: ...
+    def wait_s(self, now_s: float) -> float | None: ...
+    def commit(
+        self, step: Step, sampled: Mapping[RequestId, SampledToken], now_s: float
+    ) -> Iterable[Event]: ...
+    def give_up(self, request_id: RequestId, message: str) -> Iterable[Event]: ...
+    def expire(self, now_s: float) -> Iterable[Event]: ...
+    def set_limits(self, limits: Limits) -> None: ...
+    def drain(self) -> None: ...
+
+
+class Loop:
+    """Drains the inbox, runs one step, reports it; until told to stop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        run: Run,
+        report: Callable[[Report], None],
+        *,
+        limits: Limits,
+        inbox: "queue.SimpleQueue[Command] | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+        warm_up_steps: int = WARM_UP_STEPS,
+    ) -> None:
+        self._scheduler = scheduler
+        self._run = run
+        self._report = report
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue() if inbox is None else inbox
+        self._events: list[Event] = []
+        self._changed = False
+        self._statistics = StepStatistics()
+        self._warm_up_left = warm_up_steps
+        self._failures = 0
+        self._busy = False  # the last turn had a step
+        self._retried = False  # the last step was run in parts, so its time means nothing
+        self.limits = limits
+
+    def post(self, command: Command) -> None:
+        """Put a command on the inbox; from any thread. It takes effect between two steps."""
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Turn until Stop, or until the device is given up."""
+        while self.turn(0.0 if self._busy else self._scheduler.wait_s(self._clock())):
+            pass
+
+    def turn(self, wait_s: float | None = 0.0) -> bool:
+        """One round; waits up to `wait_s` (None: for ever) for a command. False: leave the loop."""
+        # 1. Apply what was asked for since the last step.
+        for command in self._drained(wait_s):
+            if isinstance(command, Stop):
+                return False
+            self._apply(command)
+        # 2. Give up what has waited too long, and choose the tokens to compute.
+        started_s = self._clock()
+        self._note(self._scheduler.expire(started_s))
+        step = self._scheduler.next_step(started_s)
+        self._busy = step is not None
+        if step is None:
+            self._report_change()
+            return True
+        # 3. Compute them.
+        sampled, failed = self._run_isolated(step)
+        # 4. Tell the scheduler what came of it.
+        now_s = self._clock()
+        for request_id, message in failed.items():
+            self._note(self._scheduler.give_up(request_id, message))
+        self._note(self._scheduler.commit(step, sampled, now_s))
+        # 5. Report it, with everything else that happened on the way.
+        seconds = self._clock() - started_s
+        if not self._retried:
+            self._measure(step, seconds)
+        self._report_step(step, now_s, seconds)
+        return self._going_on(step, failed)
+
+    def _drained(self, wait_s: float | None) -> list[Command]:
+        """All commands that are there; the first may be waited for."""
+        commands: list[Command] = []
+        try:
+            if wait_s is None or wait_s > 0:
+                commands.append(self._inbox.get(timeout=wait_s))
+            while True:
+                commands.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def _apply(self, command: Command) -> None:
+        now_s = self._clock()
+        match command:
+            case Submit(request=request):
+                outcome = self._scheduler.admit(request, now_s)
+                if isinstance(outcome, Rejected):
+                    self._report(Refused(rejected=outcome, gauges=self._gauges()))
+                else:
+                    self._changed = True
+            case Abort(id=request_id):
+                self._note(self._scheduler.abort(request_id, now_s))
+                self._changed = True
+            case SetLimits(ticket=ticket, limits=wanted):
+                limits = successor(self.limits, wanted)
+                if limits is not self.limits:
+                    self._scheduler.set_limits(limits)
+                    changes = {name: f"{was}->{now}" for name, was, now in differences(self.limits, limits)}
+                    log.info(fields("limits", **changes))
+                    self.limits = limits
+                self._report(LimitsApplied(ticket=ticket, limits=self.limits))
+            case Drain():
+                self._scheduler.drain()
+                log.info(fields("draining", running=self._scheduler.running, waiting=self._scheduler.waiting))
+            case Stop():  # handled by turn
+                raise AssertionError("Stop reached _apply")
+
+    def _run_isolated(self, step: Step) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
+        """The sampled tokens, and the sequences that failed with the reason.
+
+        When a step raises, its chunks are tried once more one by one, so that a request that poisons the
+        batch fails alone: computing a chunk again writes the same keys and values to the same place.
+        """
+        self._retried = False
+        try:
+            return dict(self._run(step)), {}
+        except Exception as error:  # noqa: BLE001 - whatever the model code raises, the process lives
+            self._retried = True
+            text = _words(error)
+            log.warning(fields("step-failed", sequences=len(step.chunks), tokens=step.tokens, error=text))
+            if len(step.chunks) == 1:
+                return {}, {step.chunks[0].sequence.id: text}
+        sampled: dict[RequestId, SampledToken] = {}
+        failed: dict[RequestId, str] = {}
+        for chunk in step.chunks:
+            try:
+                sampled.update(self._run(Step(chunks=(chunk,))))
+            except Exception as error:  # noqa: BLE001
+                failed[chunk.sequence.id] = _words(error)
+                log.error(fields("request-failed", id=chunk.sequence.id, error=_words(error)))
+        return sampled, failed
+
+    def _going_on(self, step: Step, failed: Mapping[RequestId, str]) -> bool:
+        """False after several steps in a row of which nothing succeeded."""
+        self._failures = self._failures + 1 if len(failed) == len(step.chunks) else 0
+        if self._failures < FATAL_FAILURES:
+            return True
+        message = next(iter(failed.values()))
+        self._report(Died(message=f"{self._failures} steps failed one after another: {message}"))
+        return False
+
+    def _measure(self, step: Step, seconds: float) -> None:
+        if self._warm_up_left > 0:
+            self._warm_up_left -= 1
+            return
+        self._statistics = self._statistics.add(
+            step.prefill_tokens, step.decode_sequences, step.kv_tokens, seconds
+        )
+
+    def _note(self, events: Iterable[Event]) -> None:
+        self._events.extend(events)
+
+    def _report_step(self, step: Step, now_s: float, seconds: float) -> None:
+        events, self._events, self._changed = tuple(self._events), [], False
+        self._report(
+            StepReport(
+                at_s=now_s,
+                events=events,
+                step_seconds=seconds,
+                step_tokens=step.tokens,
+                step_sequences=len(step.chunks),
+                gauges=self._gauges(),
+            )
+        )
+
+    def _report_change(self) -> None:
+        """What happened outside a step: without it, gauges would stay up after the last cancel."""
+        if self._events or self._changed:
+            events, self._events, self._changed = tuple(self._events), [], False
+            self._report(StepReport(at_s=self._clock(), events=events, gauges=self._gauges()))
+
+    def _gauges(self) -> Gauges:
+        s = self._scheduler
+        return Gauges(
+            running=s.running,
+            waiting=s.waiting,
+            queued_tokens=s.queued_tokens,
+            kv_used_blocks=s.pool.used_blocks,
+            prefix_hit_tokens_total=s.prefix_hit_tokens_total,
+            preemptions_total=s.preemptions_total,
+            statistics=self._statistics,
+        )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]

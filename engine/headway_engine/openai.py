@@ -1,0 +1,542 @@
+"""OpenAI's bodies: what a client may ask, and how answers look. Pure: bytes to values and back.
+
+Bad input ends here, as an ApiError that names the field; the core sees only what can be run. Knows
+nothing of sockets, tokenizers and scheduling.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from headway_engine.generation import Delta, TokenInfo, Usage
+from headway_engine.sequence import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of /v1/completions. Chats run to the context's end when nothing is said."""
+LOWEST_LOGPROB = -9999.0
+"""JSON has no minus infinity; OpenAI writes this."""
+_SEED_SPACE = 1 << 63
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the offending field of the body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """OpenAI's error object."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": _error_type(self.status),
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds, where coming back helps."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, round(self.retry_after_s)))}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """What can never work."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def _error_type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 404:
+            return "not_found_error"
+        case 429:
+            return "rate_limit_error"
+        case _ if status >= 500:
+            return "server_error"
+    return "invalid_request_error"
+
+
+class Kind(Enum):
+    """Which of the two generating routes; the value is the prefix of response ids."""
+
+    CHAT = "chatcmpl"
+    COMPLETION = "cmpl"
+
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+PositiveProbability = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+CountOrZero = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenIds = list[Annotated[int, Meta(ge=0, le=1 << 31)]]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # padding against traffic analysis; we send none
+
+
+class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both routes. None means the same as absent, as OpenAI has it."""
+
+    model: str = ""
+    max_tokens: Count | None = None
+    min_tokens: CountOrZero | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveProbability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Annotated[int, Meta(ge=-_SEED_SPACE, le=_SEED_SPACE - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    # Taken and without effect, because they ask for nothing that an engine does.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionBody(_Common, kw_only=True, forbid_unknown_fields=True):
+    """/v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message of a chat. Content in parts must be text."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
+    """/v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """/tokenize: a prompt, or messages."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """/detokenize."""
+
+    tokens: TokenIds
+    model: str = ""
+
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A body that was understood. One of `prompts` and `messages` is filled."""
+
+    kind: Kind
+    model: str
+    sampling: SamplingParams  # max_tokens as asked for (0: not said); no end-of-sequence ids yet
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    template_values: dict[str, Any]
+    n: int
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    seeded: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    priority: int
+
+    @property
+    def logprobs(self) -> bool:
+        return self.sampling.logprobs >= 0
+
+
+T = TypeVar("T")
+_AT = re.compile(r"^(?P<what>.*?) - at `\$(?:\.)?(?P<where>.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+
+
+def decode(body: bytes, type: type[T]) -> T:
+    """A body as a struct. Raises a 400 that names the field."""
+    try:
+        return msgspec.json.decode(body, type=type)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        at = _AT.match(text)
+        what, where = (at["what"], at["where"]) if at else (text, "")
+        named = _UNKNOWN.search(what) or _MISSING.search(what)
+        if named:
+            where = f"{where}.{named['name']}".lstrip(".")
+        message = f"{where}: {what}" if where else what
+        raise bad_request(message, where.split("[")[0].split(".")[0] or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+
+
+def parse_completion(body: bytes) -> Call:
+    """/v1/completions. Raises ApiError."""
+    b = decode(body, CompletionBody)
+    if b.suffix:
+        raise bad_request("suffix is not supported", "suffix")
+    if b.best_of is not None and b.best_of != (b.n or 1):
+        raise bad_request("best_of is supported only when it equals n", "best_of")
+    if b.echo and b.logprobs is not None:
+        raise bad_request("echo together with logprobs is not supported", "echo")
+    prompts = _prompts(b.prompt)
+    if len(prompts) * (b.n or 1) > MAX_CHOICES:
+        raise bad_request(f"prompts times n must not exceed {MAX_CHOICES}", "n")
+    return _call(
+        Kind.COMPLETION,
+        b,
+        max_tokens=b.max_tokens or COMPLETION_MAX_TOKENS,
+        logprobs=-1 if b.logprobs is None else b.logprobs,
+        prompts=prompts,
+        echo=bool(b.echo),
+    )
+
+
+def parse_chat(body: bytes) -> Call:
+    """/v1/chat/completions. Raises ApiError."""
+    b = decode(body, ChatBody)
+    if b.response_format is not None and b.response_format.get("type") != "text":
+        raise bad_request('response_format: only {"type": "text"} is supported', "response_format")
+    for name in ("tools", "functions"):
+        if getattr(b, name):
+            raise bad_request(f"{name} are not supported", name)
+    if b.tool_choice not in (None, "none", "auto") or b.function_call not in (None, "none", "auto"):
+        raise bad_request("tool_choice needs tools, which are not supported", "tool_choice")
+    if b.modalities not in (None, ["text"]):
+        raise bad_request('modalities: only ["text"] is supported', "modalities")
+    if b.top_logprobs and not b.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    return _call(
+        Kind.CHAT,
+        b,
+        max_tokens=b.max_completion_tokens or b.max_tokens or 0,
+        logprobs=(b.top_logprobs or 0) if b.logprobs else -1,
+        messages=plain_messages(b.messages),
+        template_values=b.chat_template_kwargs or {},
+    )
+
+
+def _call(
+    kind: Kind,
+    b: _Common,
+    *,
+    max_tokens: int,
+    logprobs: int,
+    prompts: tuple[Prompt, ...] = (),
+    messages: tuple[dict[str, Any], ...] = (),
+    template_values: dict[str, Any] | None = None,
+    echo: bool = False,
+) -> Call:
+    if b.stream_options is not None and not b.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    options = b.stream_options or StreamOptions()
+    min_tokens = b.min_tokens or 0
+    if max_tokens and min_tokens > max_tokens:
+        raise bad_request(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", "min_tokens")
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_or(b.temperature, 1.0),
+        top_p=_or(b.top_p, 1.0),
+        top_k=max(b.top_k or 0, 0),
+        min_p=_or(b.min_p, 0.0),
+        presence_penalty=_or(b.presence_penalty, 0.0),
+        frequency_penalty=_or(b.frequency_penalty, 0.0),
+        repetition_penalty=_or(b.repetition_penalty, 1.0),
+        seed=secrets.randbelow(_SEED_SPACE) if b.seed is None else b.seed % _SEED_SPACE,
+        logit_bias=_logit_bias(b.logit_bias or {}),
+        logprobs=logprobs,
+        stop_token_ids=tuple(b.stop_token_ids or ()),
+    )
+    return Call(
+        kind=kind,
+        model=b.model,
+        sampling=sampling,
+        prompts=prompts,
+        messages=messages,
+        template_values=template_values or {},
+        n=b.n or 1,
+        stops=_stops(b.stop),
+        ignore_eos=bool(b.ignore_eos),
+        seeded=b.seed is not None,
+        stream=bool(b.stream),
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage_stats,
+        echo=echo,
+        priority=b.priority or 0,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise bad_request(f"stop: at most {MAX_STOPS} strings", "stop")
+    if any(not s or len(s) > MAX_STOP_CHARS for s in stops):
+        raise bad_request(f"stop: strings must have 1 to {MAX_STOP_CHARS} characters", "stop")
+    return stops
+
+
+def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(bias) > 1024:
+        raise bad_request("logit_bias: at most 1024 tokens", "logit_bias")
+    pairs = []
+    for key, value in bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise bad_request(f"logit_bias: {key[:40]!r} is not a token id", "logit_bias")
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
+    """The four forms: a text, texts, token ids, lists of token ids."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if prompt and all(isinstance(item, str) for item in prompt):
+        return tuple(prompt)
+    if prompt and all(_is_token_id(item) for item in prompt):
+        return (tuple(prompt),)
+    if prompt and all(isinstance(item, list) for item in prompt):
+        if all(_is_token_id(id) for item in prompt for id in item):
+            return tuple(tuple(item) for item in prompt)
+    elif not prompt:
+        raise bad_request("prompt: must not be empty", "prompt")
+    raise bad_request("prompt: must be a string, strings, token ids, or lists of token ids", "prompt")
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """Messages as chat templates want them: content is text."""
+    return tuple(
+        {
+            "role": m.role,
+            "content": _content(m.content, i) if m.content is not None else None,
+            "name": m.name,
+            "tool_calls": m.tool_calls,
+            "tool_call_id": m.tool_call_id,
+            "reasoning_content": m.reasoning_content,
+        }
+        for i, m in enumerate(messages)
+    )
+
+
+def _content(content: str | list[dict[str, Any]], index: int) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text")
+        if part.get("type") != "text" or not isinstance(text, str):
+            raise bad_request(f"messages[{index}].content: only parts of type text are supported", "messages")
+        texts.append(text)
+    return "".join(texts)
+
+
+def seed_of(call: Call, index: int) -> int:
+    """The seed of choice `index`. The first has the client's own; siblings have derived ones, or n samples
+    would be n times the same."""
+    return (call.sampling.seed + index * 0x9E3779B97F4A7C15) % _SEED_SPACE
+
+
+# Answers.
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of one answer repeats."""
+
+    kind: Kind
+    id: str
+    created: int  # Unix time
+    model: str
+
+
+def new_id(kind: Kind) -> str:
+    """An id for an answer; never made from anything of the client's."""
+    return f"{kind.value}-{secrets.token_hex(16)}"
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def chunk(head: Head, delta: Delta, *, usage: Usage | None, usage_field: bool) -> bytes:
+    """One event of a stream. `usage_field`: usage was asked for, so the field is there, if only as null."""
+    if head.kind is Kind.CHAT:
+        said: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if delta.text or delta.first:
+            said["content"] = delta.text
+        choice: dict[str, Any] = {"index": delta.index, "delta": said}
+        choice["logprobs"] = _chat_logprobs(delta.logprobs) if delta.logprobs else None
+        kind = "chat.completion.chunk"
+    else:
+        choice = {"index": delta.index, "text": delta.text}
+        choice["logprobs"] = _completion_logprobs(delta.logprobs) if delta.logprobs else None
+        kind = "text_completion"
+    choice["finish_reason"] = delta.finish_reason
+    body = _object(head, kind, [choice])
+    if usage_field:
+        body["usage"] = usage_object(usage) if usage else None
+    return event(body)
+
+
+def usage_chunk(head: Head, usage: Usage) -> bytes:
+    """The last event before [DONE] when usage was asked for: no choices."""
+    kind = "chat.completion.chunk" if head.kind is Kind.CHAT else "text_completion"
+    return event({**_object(head, kind, []), "usage": usage_object(usage)})
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error inside a stream; the stream ends after it, without [DONE]."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def answer(head: Head, choices: Sequence[Delta], usage: Usage, *, logprobs: bool) -> bytes:
+    """The whole answer of a request that is not streamed; each choice is one delta with everything in it."""
+    out: list[dict[str, Any]] = []
+    for c in choices:
+        choice: dict[str, Any] = {"index": c.index}
+        if head.kind is Kind.CHAT:
+            choice["message"] = {"role": "assistant", "content": c.text, "refusal": None}
+            choice["logprobs"] = _chat_logprobs(c.logprobs) if logprobs else None
+        else:
+            choice["text"] = c.text
+            choice["logprobs"] = _completion_logprobs(c.logprobs) if logprobs else None
+        choice["finish_reason"] = c.finish_reason
+        out.append(choice)
+    kind = "chat.completion" if head.kind is Kind.CHAT else "text_completion"
+    return msgspec.json.encode({**_object(head, kind, out), "usage": usage_object(usage)})
+
+
+def _object(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def _chat_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+    def entry(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        {**entry(t.text, t.raw, t.logprob), "top_logprobs": [entry(*top) for top in t.top]} for t in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+    return {
+        "tokens": [t.text for t in tokens],
+        "token_logprobs": [_finite(t.logprob) for t in tokens],
+        "top_logprobs": [{text: _finite(logprob) for text, _, logprob in t.top} for t in tokens],
+        "text_offset": [t.offset for t in tokens],
+    }
+
+
+def models(name: str, created: int, max_model_tokens: int) -> bytes:
+    """/v1/models: the one model that is served."""
+    entry = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "headway",
+        "max_model_len": max_model_tokens,
+    }
+    return msgspec.json.encode({"object": "list", "data": [entry]})
