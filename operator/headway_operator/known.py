@@ -1,0 +1,85 @@
+"""What the controller remembers of one resource between two runs, and which limits that makes wanted.
+
+All of it may be lost at any time: what matters is in the status, the rest is read again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headway_engine.protocol import InvalidLimits, Limits, Objectives, check_limits
+from headway_operator.cluster import Manifest
+from headway_operator.fleet import Unreachable
+from headway_operator.metrics import Observation, Sample
+from headway_operator.resource import Resource, Slo, Tuning, TuningMode
+from headway_operator.status import Problem
+from headway_operator.tuner.controller import Change, Decision
+from headway_operator.tuner.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """The part of a spec that limits are decided from. Another basis: another decision."""
+
+    limits: Limits
+    slo: Slo
+    tuning: Tuning
+
+    @classmethod
+    def of(cls, resource: Resource) -> "Basis":
+        return cls(resource.batching.limits(), resource.slo, resource.tuning)
+
+    @property
+    def objectives(self) -> Objectives:
+        return self.slo.objectives()
+
+
+@dataclass(slots=True)
+class Known:
+    """One resource, as last seen. Times are monotonic seconds."""
+
+    uid: str
+    memory: Memory
+    basis: Basis | None = None
+    limits: Limits = field(default_factory=Limits)  # what should be in force, generation 0
+    configured: Limits | None = None  # what the ConfigMap for new pods holds
+    control_key: str = ""
+    applied_generation: int = 0  # of the spec whose objects were made so last
+    deployment: Manifest | None = None
+    problems: tuple[Problem, ...] = ()
+    samples: Mapping[str, Sample | Unreachable] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)  # pod to reason
+    before: Mapping[str, Sample] = field(default_factory=dict)  # answers of the last tick
+    ticked_s: float | None = None
+    observation: Observation | None = None
+    decision: Decision | None = None
+    untold: tuple[tuple[Change, ...], ...] = ()  # changes for which no event was posted yet
+    recommended: Limits | None = None  # what the last event about a recommendation said
+    busy: bool = False  # there was traffic since the last status write
+    written_s: float | None = None
+
+
+def wanted_limits(resource: Resource, known: Known) -> Limits:
+    """What should be in force before the tuner is asked again.
+
+    The tuner's last word about this spec holds; else its state from the status
+    (a restarted controller); else what the spec says, at once.
+    """
+    spec = resource.batching.limits()
+    decision, memory = known.decision, known.memory
+    if decision is not None:
+        return plain(decision.limits)
+    tunes = resource.tuning.mode is TuningMode.AUTO and (resource.slo.ttft or resource.slo.itl)
+    if not tunes or memory.tuned is None or memory.base is None or not memory.base.same_values(spec):
+        return spec
+    try:
+        check_limits(memory.tuned, resource.batching.envelope())
+    except InvalidLimits:
+        return spec
+    return plain(memory.tuned)
+
+
+def plain(limits: Limits) -> Limits:
+    """Without the generation, which is the engine's to give."""
+    return msgspec.structs.replace(limits, generation=0)
