@@ -8,13 +8,12 @@ import importlib
 import sys
 from importlib.metadata import version
 
-from headway_cli.console import EXIT_FAILED, EXIT_USAGE, Failed, UserError
+from headway_cli.console import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Failed, UserError
 
 COMMANDS = {
     "demo": "see a real model answer, and the tuner at work, on this machine",
     "up": "serve a resource on this machine, without a cluster",
     "replay": "play a request trace against an OpenAI endpoint and measure",
-
 }
 
 
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"headway {chosen.command}: {e}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

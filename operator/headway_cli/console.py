@@ -11,6 +11,7 @@ from rich.console import Console
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class UserError(Exception):
