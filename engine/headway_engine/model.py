@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from headway_engine.model_source import (
     ModelError,
@@ -23,7 +23,8 @@ from headway_engine.model_source import (
     weights_folder,
 )
 
-_Auto: Any = AutoModelForCausalLM  # its methods carry no types
+_Auto: Any = AutoModelForCausalLM  # the methods of neither carry types
+_logging: Any = logging
 
 __all__ = [
     "LoadedModel",
@@ -100,7 +101,7 @@ def load(
     progress: Callable[[str], None],
 ) -> LoadedModel:
     """Load the weights and check that the model can be served right. Raises ModelError."""
-    transformers_logging.disable_progress_bar()  # progress goes to `progress`, not to the terminal
+    _logging.disable_progress_bar()  # progress goes to `progress`, not to the terminal
     target = choose_device(device)
     compute = choose_dtype(dtype, target)
     if source.shape is not None:

@@ -119,7 +119,8 @@ class TransformersRunner:
         if not difference <= tolerance:
             raise ModelError(
                 f"model: {model.description}: paged attention differs from the model's own by "
-                f"{difference:.2g} of the largest logit, so some feature of it is not handled; run it on the vllm runtime"
+                f"{difference:.2g} of the largest logit, so some feature of it is not handled; run it on the "
+                "vllm runtime"
             )
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:

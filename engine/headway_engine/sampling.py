@@ -163,7 +163,8 @@ def _draw_cut(
     places = torch.searchsorted(sums, target, right=True).flatten()
     places = torch.minimum(places, kept - 1)
     picks = tokens.gather(1, places[:, None]).flatten()
-    complete = (kept < tier) | (top_k <= tier) | (tier == vocabulary)
+    share_known = (top_k <= tier) | (top_k >= vocabulary) | (top_p[:, 0] >= 1.0)
+    complete = ((kept < tier) & share_known) | (top_k <= tier) | (tier == vocabulary)
     chosen: list[int] = torch.where(complete, picks, -1).tolist()
     return chosen
 

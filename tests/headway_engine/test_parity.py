@@ -1,0 +1,169 @@
+"""The promise that carries everything: in float32, greedy output is transformers' own, token for token.
+
+Random histories go through the real scheduler and the real runner: arrivals, chunk sizes, tiny caches that
+force preemption, cancels of others, live limit changes, shared prefixes. The reference is generate() of the
+same weights, one request at a time.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headway_engine.protocol import Capacity, Limits
+from headway_engine.runner import Runner, build_runner
+from headway_engine.scheduler import Scheduler
+from headway_engine.sequence import Finished, Sequence, TokenOut
+from support import tiny_models
+
+MOST_TOKENS = 24
+"""Output tokens of the reference; requests ask for up to this many."""
+
+NEVER = 10_000
+
+PROMPTS = tuple(
+    tuple((7 * i * i + 31 * i + 11 * j + 3) % 290 + 3 for j in range(length))
+    for i, length in enumerate((1, 2, 5, 9, 17, 30, 41))
+) + tuple(  # one beginning, four endings: the prefix cache has something to find
+    (*((5 * j + 8) % 290 + 3 for j in range(19)), 40 + i, 50 + i) for i in range(4)
+)
+
+
+@cache
+def runner_of(kind: str, architecture: str) -> Runner:
+    """One runner for all histories of an architecture; blocks keep what earlier histories wrote."""
+    return build_runner(tiny_models.engine_config(runner=kind), tiny_models.fresh(architecture), capacity(64))
+
+
+def capacity(blocks: int) -> Capacity:
+    return Capacity(
+        max_batch_tokens=64,
+        max_batch_sequences=8,
+        kv_blocks=blocks,
+        block_tokens=4,
+        max_model_tokens=min(97, blocks * 4),
+    )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """At `step`, a request with prompt number `prompt`; cancelled `cancel` steps later, or never."""
+
+    step: int
+    prompt: int
+    tokens: int
+    cancel: int
+
+
+arrivals = st.builds(
+    Arrival,
+    step=st.integers(0, 12),
+    prompt=st.integers(0, len(PROMPTS) - 1),
+    tokens=st.integers(1, MOST_TOKENS),
+    cancel=st.sampled_from([NEVER, NEVER, NEVER, 2, 9]),
+)
+
+limits = st.builds(
+    lambda sequences, extra, chunk: Limits(
+        max_batch_sequences=sequences,
+        max_batch_tokens=sequences + extra,
+        prefill_chunk_tokens=chunk,
+        max_queued_tokens=10_000,
+    ),
+    sequences=st.integers(1, 8),
+    extra=st.integers(0, 40),
+    chunk=st.integers(1, 40),
+)
+
+
+def play(
+    runner: Runner,
+    architecture: str,
+    blocks: int,
+    requests: list[Arrival],
+    changes: list[tuple[int, Limits]],
+    prefix_caching: bool,
+) -> Scheduler:
+    """Run one history to its end and compare every request that finished."""
+    first = changes[0][1]
+    scheduler = Scheduler(capacity(blocks), first, prefix_caching=prefix_caching)
+    due = sorted(enumerate(requests), key=lambda item: item[1].step)
+    said: dict[str, list[int]] = {}
+    ended: set[str] = set()
+    step_number = 0
+    while due or len(ended) < len(said):
+        now_s = step_number * 0.01
+        for at, change in changes[1:]:
+            if at == step_number:
+                scheduler.set_limits(change)
+        while due and due[0][1].step <= step_number:
+            number, arrival = due.pop(0)
+            request = tiny_models.request(str(number), PROMPTS[arrival.prompt], max_tokens=arrival.tokens)
+            outcome = scheduler.admit(msgspec.structs.replace(request, arrival_s=now_s), now_s)
+            assert isinstance(outcome, Sequence), outcome
+            said[str(number)] = []
+        for number, arrival in enumerate(requests):
+            name = str(number)
+            if name in said and name not in ended and step_number >= arrival.step + arrival.cancel:
+                scheduler.abort(name, now_s)
+                ended.add(name)
+        step = scheduler.next_step(now_s)
+        if step is not None:
+            for event in scheduler.commit(step, runner.run(step), now_s):
+                if isinstance(event, TokenOut):
+                    said[event.id].append(event.token)
+                if isinstance(event, Finished):
+                    ended.add(event.id)
+        scheduler.check()
+        step_number += 1
+        assert step_number < 5_000, "the scheduler makes no progress"
+    for name, tokens in said.items():
+        arrival = requests[int(name)]
+        expected = tiny_models.greedy(architecture, PROMPTS[arrival.prompt], MOST_TOKENS)
+        assert tuple(tokens) == expected[: len(tokens)], f"request {name} of {arrival}"
+        if arrival.cancel == NEVER:
+            assert len(tokens) == arrival.tokens
+    return scheduler
+
+
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_greedy_output_is_generates_whatever_happens_around_it(architecture: str) -> None:
+    """Random histories on three architectures."""
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        requests=st.lists(arrivals, min_size=1, max_size=8),
+        blocks=st.sampled_from([17, 20, 40]),
+        changes=st.lists(st.tuples(st.integers(1, 30), limits), min_size=1, max_size=4),
+        prefix_caching=st.booleans(),
+    )
+    def history(
+        requests: list[Arrival], blocks: int, changes: list[tuple[int, Limits]], prefix_caching: bool
+    ) -> None:
+        runner = runner_of("transformers", architecture)
+        play(runner, architecture, blocks, requests, changes, prefix_caching)
+
+    history()
+
+
+def test_histories_do_preempt_and_do_hit_the_prefix_cache() -> None:
+    """The property above would be hollow if its caches were never short and never hit."""
+    runner = runner_of("transformers", "llama")
+    wide = Limits(max_batch_sequences=8, max_batch_tokens=64, prefill_chunk_tokens=16)
+    crowd = [Arrival(step=0, prompt=7 + i % 4, tokens=MOST_TOKENS, cancel=NEVER) for i in range(8)]
+    short = play(runner, "llama", 17, crowd, [(0, wide)], prefix_caching=False)
+    assert short.preemptions_total > 0
+    waves = [Arrival(step=i, prompt=7 + i % 4, tokens=4, cancel=NEVER) for i in range(8)]
+    roomy = play(runner, "llama", 60, waves, [(0, wide)], prefix_caching=True)
+    assert roomy.prefix_hit_tokens_total > 0
+
+
+def test_the_reference_says_varied_things() -> None:
+    """A model that repeats one token would let a wrong cache pass."""
+    for architecture in tiny_models.ARCHITECTURES:
+        outputs = [tiny_models.greedy(architecture, prompt, MOST_TOKENS) for prompt in PROMPTS]
+        assert len(set(outputs)) > len(PROMPTS) // 2
+        assert sum(len(set(tokens)) for tokens in outputs) / len(outputs) > 5, architecture
