@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from headway_local.kube_api import ApiError, KubeApi
-from headway_local.objects import Manifest, Token
+from headway_local.objects import Manifest, PodConfigError, Token
 from headway_local.pod import PodOptions, PodProcess
 
 LEASE_RENEW_S = 3.0
@@ -47,18 +47,20 @@ class ApiObjects:
             spec["audiences"] = [audience]
         path = f"/api/v1/namespaces/{meta['namespace']}/serviceaccounts/{account}/token"
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
-        status = (await self._api.create(path, body))["status"]
+        try:
+            status = (await self._api.create(path, body))["status"]
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            raise PodConfigError(f"no token for service account {account}: {error}") from error
         ends = datetime.fromisoformat(status["expirationTimestamp"].replace("Z", "+00:00"))
         return Token(status["token"], ends.timestamp())
 
     async def _read(self, path: str) -> Manifest | None:
-        """The object; None also while the node may not read it yet (its graph lags behind the binding)."""
+        """The object. A node may read it only once the authorizer has seen the pod's binding, so a refusal
+        is a reason to try again."""
         try:
             return await self._api.find(path)
-        except ApiError as error:
-            if error.code == 403:
-                return None
-            raise
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            raise PodConfigError(str(error)) from error
 
 
 class _Bound:
@@ -303,15 +305,17 @@ class Kubelet:
             for process in self.pods():
                 if process.facts.sandbox and not process.facts.phase.final:
                     # A missing object leaves the old content, as in the kubelet.
-                    with contextlib.suppress(Exception):
+                    with contextlib.suppress(PodConfigError):
                         await process.refresh_volumes()
 
     async def _leave(self) -> None:
         await asyncio.gather(
             *(bound.process.stop(0.0) for bound in self._bound.values()), return_exceptions=True
         )
-        for bound in self._bound.values():
-            bound.writer.cancel()
+        tasks = [task for bound in self._bound.values() for task in (bound.writer, bound.deleting) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _time(*, micro: bool = False) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from headway_local.volumes import Mount, Volumes
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 _MIN_GRACE_AFTER_PRE_STOP_S = 2.0
 _TAIL_BYTES = 4096
+EXIT_RUNNER_FAILED = 128
 _INHERITED = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HEADWAY_CACHE",
     "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "COVERAGE_PROCESS_START",
@@ -180,6 +182,7 @@ class PodProcess:
         """Begin; returns at once. Needs a running event loop."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"pod {self.pod['metadata']['name']}")
+            self._task.add_done_callback(self._fell)
 
     async def stop(self, grace_s: float | None = None) -> None:
         """preStop, SIGTERM, wait, SIGKILL; returns when nothing is left. A second call may shorten it."""
@@ -189,7 +192,7 @@ class PodProcess:
                 self._kill_now.set()
         self._stopping.set()
         if self._task is not None:
-            await asyncio.shield(self._task)
+            await asyncio.wait({self._task})
 
     async def refresh_volumes(self) -> None:
         """Bring ConfigMap, Secret and token volumes up to date in the running pod."""
@@ -233,6 +236,18 @@ class PodProcess:
         ended = self._facts.state
         good = isinstance(ended, Terminated) and ended.exit_code == 0
         self._set(phase=Phase.SUCCEEDED if good else Phase.FAILED, ready=False)
+
+    def _fell(self, task: "asyncio.Task[None]") -> None:
+        """The runner itself failed: that must not look like a pod that takes long to start."""
+        if task.cancelled() or task.exception() is None:
+            return
+        text = "".join(traceback.format_exception(task.exception()))
+        self._note(text)
+        now = _now()
+        end = Terminated(
+            EXIT_RUNNER_FAILED, 0, self._facts.start_time or now, now, "RunnerError", text[-1024:]
+        )
+        self._set(phase=Phase.FAILED, state=end, ready=False)
 
     async def _prepare(self) -> list[str]:
         """Volumes, environment and command line of the next start."""

@@ -33,14 +33,12 @@ def pytest_runtest_makereport(
     values = getattr(item, "funcargs", {})
     if report.when == "call" and report.failed and "namespace" in values:
         plane, node, name = values["plane"], values["node"], values["namespace"]
-        objects = plane.kubectl(
-            "-n", name, "get", "deploy,rs,pods,svc,endpointslices,events", "-o", "wide", check=False
-        )
+        kinds = "deploy,rs,pods,svc,endpointslices,events"
+        objects = plane.kubectl("-n", name, "get", kinds, "-o", "wide", check=False)
         report.sections.append(("objects", objects.stdout))
         for pod in node.kubelet.pods(name):
-            report.sections.append(
-                (f"log of {pod.pod['metadata']['name']}", f"{pod.facts}\n{pod.log_tail(60)}")
-            )
+            title = f"log of {pod.pod['metadata']['name']}"
+            report.sections.append((title, f"{pod.facts}\n{pod.log_tail(60)}"))
     return report
 
 

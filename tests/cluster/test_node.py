@@ -170,8 +170,13 @@ async def test_deleting_a_deployment_leaves_no_pod_and_no_process(
         assert not os.path.exists(f"/proc/{pid}")
 
 
-async def test_the_node_is_never_forbidden_anything(plane: Plane, namespace: str) -> None:
-    """The kubelet acts as the node's own user, within the rules for nodes."""
-    assert plane.audit(user="system:node:")
-    assert plane.forbidden("system:node:") == []
+async def test_the_node_is_forbidden_nothing_that_it_needs(plane: Plane, namespace: str) -> None:
+    """The kubelet acts as the node's own user, within the rules for nodes.
+
+    The authorizer learns a moment late which pods are the node's; what is refused then is asked again.
+    """
+    allowed = {(e.verb, e.resource, e.namespace) for e in plane.audit(user="system:node:") if e.code < 300}
+    refused = {(e.verb, e.resource, e.namespace) for e in plane.forbidden("system:node:")}
+    assert allowed
+    assert refused <= allowed
     assert plane.forbidden("system:kube-proxy") == []
