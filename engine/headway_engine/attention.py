@@ -73,7 +73,7 @@ class PagedBatch:
     cache: KeyValueCache
     row_blocks: torch.Tensor  # [tokens] block that takes each token's keys and values
     row_offsets: torch.Tensor  # [tokens] place inside that block
-    decode_tables: torch.Tensor  # [decodes, blocks] padded with block 0
+    decode_tables: torch.Tensor  # [decodes, blocks] padded with the row's first block
     decode_mask: torch.Tensor  # [decodes, 1, 1, blocks * block_tokens], true where there is context
     prefills: tuple[PrefillChunk, ...]
 
@@ -171,6 +171,7 @@ def make_batch(
     tables = np.zeros((len(decodes), width), dtype=np.int64)
     for row, (context, table) in enumerate(decodes):
         used = math.ceil(context / size)
+        tables[row, used:] = table[0]  # its own: what is no number in one sequence stays there
         tables[row, :used] = table[:used]
     if decodes:
         contexts = np.array([context for context, _ in decodes], dtype=np.int64)

