@@ -1,0 +1,241 @@
+"""One engine, one process, one workload, no HTTP: prints a line `RESULT {json}`.
+
+    python bench/offline.py headway --model FOLDER --workload w64 --dtype float32 [--runner fused]
+    python bench/offline.py transformers-cb --model FOLDER ...
+    PEER_PYTHON bench/offline.py vllm --model FOLDER ...
+
+Ours runs as shipped: the real scheduler with paged blocks, prefix cache and fairness. All engines get at most
+64 sequences and 512 tokens a step, and KV space for 40,000 tokens or more.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from workload import Item, Timing, figures, named
+
+SEQUENCES = 64
+STEP_TOKENS = 512
+KV_TOKENS = 40_000
+
+
+def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
+    """The scheduler and a runner in a plain loop; arrivals are honoured."""
+    import torch
+
+    from headway_engine.config import EngineConfig
+    from headway_engine.model import load, resolve
+    from headway_engine.protocol import Limits
+    from headway_engine.runner import build_runner, measure_capacity
+    from headway_engine.scheduler import Scheduler
+    from headway_engine.sequence import Finished, Request, SamplingParams, TokenOut
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    config = EngineConfig(
+        model=Path(args.model).resolve().as_uri(),
+        dtype=args.dtype,
+        runner=args.runner,
+        max_model_len=1024,
+        capacity_max_batch_tokens=STEP_TOKENS,
+        capacity_max_batch_sequences=SEQUENCES,
+        kv_blocks=KV_TOKENS // 16,
+        kv_block_tokens=16,
+    )
+    source = resolve(
+        config.model, "main", Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
+    )
+    model = load(
+        source, dtype=config.dtype, device="cpu", max_model_len=config.max_model_len, progress=lambda _: None
+    )
+    capacity = measure_capacity(model, config)
+    runner = build_runner(config, model, capacity)
+    limits = Limits(
+        max_batch_tokens=STEP_TOKENS,
+        max_batch_sequences=SEQUENCES,
+        prefill_chunk_tokens=STEP_TOKENS,
+        max_queued_tokens=1_000_000,
+        queue_timeout_ms=0,
+    )
+
+    def run(todo: list[Item], salt: str) -> tuple[float, dict[int, Timing]]:
+        scheduler = Scheduler(capacity, limits)
+        first: dict[str, float] = {}
+        last: dict[int, Timing] = {}
+        pending = sorted(todo, key=lambda item: item.at_s)
+        start_s = time.perf_counter()
+        while len(last) < len(todo):
+            now_s = time.perf_counter() - start_s
+            while pending and pending[0].at_s <= now_s:
+                item = pending.pop(0)
+                sampling = SamplingParams(max_tokens=item.output_tokens)
+                admitted = scheduler.admit(
+                    Request(
+                        id=str(item.id),
+                        prompt=item.prompt,
+                        sampling=sampling,
+                        arrival_s=now_s,
+                        cache_salt=salt,
+                    ),
+                    now_s,
+                )
+                assert admitted.id == str(item.id), admitted
+            step = scheduler.next_step(now_s)
+            if step is None:
+                time.sleep(max(0.0, pending[0].at_s - now_s))
+                continue
+            events = scheduler.commit(step, runner.run(step), now_s)
+            at_s = time.perf_counter() - start_s
+            for event in events:
+                if isinstance(event, TokenOut):
+                    first.setdefault(event.id, at_s)
+                elif isinstance(event, Finished):
+                    item = next(i for i in todo if str(i.id) == event.id)
+                    last[item.id] = Timing(first[event.id] - item.at_s, at_s - item.at_s)
+        return time.perf_counter() - start_s, last
+
+    run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warm-up")
+    wall_s, timings = run(items, "measured")
+    return wall_s, timings, runner.name
+
+
+def transformers_cb(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
+    """transformers' own continuous batching."""
+    import torch
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    dtype = getattr(torch, args.dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation="sdpa").eval()
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(
+            max_new_tokens=128, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=32,
+            num_blocks=KV_TOKENS // 32,
+            max_batch_tokens=STEP_TOKENS,
+            max_requests_per_batch=SEQUENCES,
+            allow_block_sharing=False,
+            use_cuda_graph=False,
+            use_async_batching=False,
+        ),
+    )
+    manager.start()
+
+    def run(todo: list[Item]) -> tuple[float, dict[int, Timing]]:
+        first: dict[int, float] = {}
+        last: dict[int, Timing] = {}
+        pending = sorted(todo, key=lambda item: item.at_s)
+        by_id = {item.id: item for item in todo}
+        start_s = time.perf_counter()
+        while len(last) < len(todo):
+            now_s = time.perf_counter() - start_s
+            while pending and pending[0].at_s <= now_s:
+                item = pending.pop(0)
+                manager.add_request(
+                    list(item.prompt),
+                    request_id=str(item.id),
+                    max_new_tokens=item.output_tokens,
+                    streaming=True,
+                    eos_token_id=-1,
+                )
+            result = manager.get_result(timeout=0.005 if pending else 1.0)
+            if result is None:
+                continue
+            at_s = time.perf_counter() - start_s
+            item = by_id[int(result.request_id)]
+            first.setdefault(item.id, at_s - item.at_s)
+            if result.is_finished():
+                assert len(result.generated_tokens) == item.output_tokens, result.error
+                last[item.id] = Timing(first[item.id], at_s - item.at_s)
+        return time.perf_counter() - start_s, last
+
+    run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:4]])
+    wall_s, timings = run(items)
+    manager.stop(block=True)
+    return wall_s, timings, "transformers continuous batching"
+
+
+def vllm(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
+    """vLLM's engine core in one process, eager, without prefix caching."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{len(os.sched_getaffinity(0)) - 1}")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=1024,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=STEP_TOKENS,
+        block_size=32,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    ).llm_engine
+
+    def run(todo: list[Item], name: str) -> tuple[float, dict[int, Timing]]:
+        first: dict[int, float] = {}
+        last: dict[int, Timing] = {}
+        pending = sorted(todo, key=lambda item: item.at_s)
+        by_id = {item.id: item for item in todo}
+        start_s = time.perf_counter()
+        while len(last) < len(todo):
+            now_s = time.perf_counter() - start_s
+            while pending and pending[0].at_s <= now_s:
+                item = pending.pop(0)
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=item.output_tokens,
+                    min_tokens=item.output_tokens,
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                engine.add_request(f"{name}-{item.id}", {"prompt_token_ids": list(item.prompt)}, sampling)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, pending[0].at_s - now_s))
+                continue
+            for output in engine.step():
+                at_s = time.perf_counter() - start_s
+                item = by_id[int(output.request_id.split("-")[1])]
+                if output.outputs[0].token_ids:
+                    first.setdefault(item.id, at_s - item.at_s)
+                if output.finished:
+                    last[item.id] = Timing(first[item.id], at_s - item.at_s)
+        return time.perf_counter() - start_s, last
+
+    run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warmup")
+    wall_s, timings = run(items, "measured")
+    return wall_s, timings, "vLLM"
+
+
+ENGINES = {"headway": headway, "transformers-cb": transformers_cb, "vllm": vllm}
+
+
+def main() -> None:
+    """Run one engine once."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder")
+    parser.add_argument("--workload", default="w64", choices=["w64", "p64", "w24"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--runner", default="auto", help="headway only: auto, transformers or fused")
+    args = parser.parse_args()
+    items = named(args.workload)
+    wall_s, timings, name = ENGINES[args.engine](items, args)
+    result = {"engine": args.engine, "runner": name, **figures(items, wall_s, timings)}
+    result["rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

