@@ -3,8 +3,8 @@
     python bench/run.py [--rounds 3] [--dtype float32] [--parts offline,serving] [--vllm-python PYTHON]
 
 All engines serve the same model (SmolLM2-135M-Instruct), the same requests, in the same dtype, on the same
-cores, one after another in each round, since a shared machine drifts by more than engines differ. vLLM runs in
-an environment of its own: name its interpreter, or its rows are left out.
+cores, one after another in each round, since a shared machine drifts by more than engines differ. vLLM runs
+in an environment of its own: name its interpreter, or its rows are left out.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def table(title: str, rounds: dict[str, list[dict[str, float]]], baseline: str) 
     lines = [
         f"### {title}",
         "",
-        "| engine | output tok/s (rounds) | ratio | TTFT p50 / p95 ms | TPOT p50 / p95 ms | RSS MiB | ready s |",
+        "| engine | output tok/s (rounds) | ratio | TTFT p50/p95 ms | TPOT p50/p95 ms | RSS MiB | ready s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for engine, results in rounds.items():
