@@ -23,16 +23,16 @@ CRD_FILE = "inferencedeployments.yaml"
 
 
 @cache
-def _crd_text() -> str:
+def _crd() -> Json:
     beside, checkout = Path(__file__).parent / "crds", Path(__file__).parents[2] / "crds"
     folder = beside if beside.is_dir() else checkout
-    return (folder / CRD_FILE).read_text(encoding="utf-8")
+    crd: Json = yaml.safe_load((folder / CRD_FILE).read_text(encoding="utf-8"))
+    return crd
 
 
 def load_crd() -> Json:
     """The CustomResourceDefinition that this package was made with."""
-    crd: Json = yaml.safe_load(_crd_text())
-    return crd
+    return deepcopy(_crd())
 
 
 def openapi_schema(crd: Mapping[str, Any]) -> Json:
@@ -42,11 +42,10 @@ def openapi_schema(crd: Mapping[str, Any]) -> Json:
     return schema
 
 
-def admit(body: Mapping[str, Any], crd: Mapping[str, Any] | None = None) -> Json:
+def admit(body: Mapping[str, Any]) -> Json:
     """The body as the API server would store it; InvalidSpec with every reason why it would not."""
-    crd = load_crd() if crd is None else crd
-    stored = apply_defaults(crd, body)
-    problems = list(_schema_problems(crd, stored)) or list(rules.problems(stored["spec"]))
+    stored = apply_defaults(_crd(), body)
+    problems = list(_schema_problems(_crd(), stored)) or list(rules.problems(stored["spec"]))
     if problems:
         raise InvalidSpec(tuple(problems))
     return stored
@@ -92,6 +91,11 @@ def _closed(schema: Any, top: bool = False) -> Any:
     return closed
 
 
+@cache
+def _validator() -> Draft202012Validator:
+    return Draft202012Validator(_closed(openapi_schema(_crd()), top=True))
+
+
 def _schema_problems(crd: Mapping[str, Any], body: Json) -> Iterator[Problem]:
     names, group = crd["spec"]["names"], crd["spec"]["group"]
     version = f"{group}/{crd['spec']['versions'][0]['name']}"
@@ -100,8 +104,7 @@ def _schema_problems(crd: Mapping[str, Any], body: Json) -> Iterator[Problem]:
             yield Problem(key, f"must be {expected}")
     if "metadata" in body and "name" not in (body["metadata"] or {}):
         yield Problem("metadata.name", "is required")
-    validator = Draft202012Validator(_closed(openapi_schema(crd), top=True))
-    for error in validator.iter_errors(body):
+    for error in _validator().iter_errors(body):
         yield from _translate(error)
 
 

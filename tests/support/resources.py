@@ -19,19 +19,19 @@ def merged(base: Json, over: Json) -> Json:
     for key, value in over.items():
         if value is None:
             result.pop(key, None)
-        elif isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = merged(result[key], value)
+        elif isinstance(value, dict):
+            under = result.get(key)
+            result[key] = merged(under if isinstance(under, dict) else {}, value)
         else:
             result[key] = value
     return result
 
 
 def a_body(name: str = "chat", *, namespace: str = "default", spec: Json | None = None) -> Json:
-    """A valid resource as a user writes it; `spec` is laid over a small default."""
-    base = {
-        "model": {"uri": RANDOM_MODEL},
-        "slo": {"ttft": {"p95": "2s"}, "itl": {"p95": "250ms"}},
-    }
+    """A valid resource as a user writes it; `spec` is laid over a small default, its `slo` replaces ours."""
+    base: Json = {"model": {"uri": RANDOM_MODEL}}
+    if "slo" not in (spec or {}):
+        base["slo"] = {"ttft": {"p95": "2s"}, "itl": {"p95": "250ms"}}
     return {
         "apiVersion": "headway.dev/v1alpha1",
         "kind": "InferenceDeployment",
