@@ -8,23 +8,25 @@ Order, first to last:
 2. In a class, preempted sequences first, in the order of their first admission.
 3. Then the tenant with the smallest counter; a tenant's own requests in order of arrival.
 
-A tenant's counter in a class grows, as its tokens are scheduled, by PROMPT_WEIGHT for each prompt token
-computed the first time (prefix-cache hits and recomputation are free) and OUTPUT_WEIGHT for each output
-token, divided by the tenant's weight. A tenant whose queue was empty is lifted to the smallest counter of
-those who wait, so being idle earns no credit. (Virtual token counters: Sheng et al., "Fairness in Serving
-Large Language Models", OSDI 2024.)
+A tenant's counter in a class grows by PROMPT_WEIGHT for each prompt token when the request first runs
+(prefix-cache hits and recomputation are free), and by OUTPUT_WEIGHT for each output token when the step
+that yields it is planned, divided by the tenant's weight. A tenant whose queue was empty is lifted to the
+smallest counter of those who wait, so being idle earns no credit. (Virtual token counters: Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024.)
 
 **Bound.** Let two tenants both have waiting requests of one class, the highest that waits, all the time
-between t1 and t2, and let no request be larger than the room left for it. Then what they were served there,
-in weighted tokens over weight, differs by at most 2 * U, where
+between t1 and t2, and let no request be larger than the room left for it. Then what was computed for them
+in that time, in weighted tokens over weight, differs by at most 2 * U, where
 
-    U = max_batch_sequences * max over requests of (PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * output) /
-    smallest weight.
+    U = (max_batch_sequences + 1) * (PROMPT_WEIGHT * largest prompt + OUTPUT_WEIGHT * largest output)
+        / smallest weight
 
-Why: when a tenant is chosen its counter is the smallest; what it can still be charged, until it is chosen
-again, is for the sequences it has running, of which there are at most max_batch_sequences. So two counters
-are never further apart than U, at t1 as at t2. A request that must be skipped for lack of room adds the
-cost of those that overtook it, whose number the scheduler bounds.
+Why: when a tenant is chosen its counter is the smallest. Until it is chosen again it is charged the prompt
+of the chosen request and the outputs of its sequences that run or were preempted, at most
+max_batch_sequences of them, so two counters are never further apart than that. What is computed lags
+behind the counters by the prompts under way, which belong to the same sequences. Both together are below U,
+at t1 as at t2. A request that is passed over for lack of room adds the cost of those that overtook it,
+whose number the scheduler bounds.
 
 Knows nothing of blocks, steps or torch; costs and the clock are arguments.
 """

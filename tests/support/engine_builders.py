@@ -43,9 +43,10 @@ def a_capacity(**changes: int) -> Capacity:
 def some_limits(capacity: Capacity | None = None, **changes: Any) -> Limits:
     """Limits at the given capacity, with the changes asked for; checked as the control API does."""
     capacity = capacity or a_capacity()
+    tokens = changes.get("max_batch_tokens", capacity.max_batch_tokens)
     values: dict[str, Any] = {
-        "max_batch_tokens": capacity.max_batch_tokens,
-        "max_batch_sequences": capacity.max_batch_sequences,
+        "max_batch_tokens": tokens,
+        "max_batch_sequences": min(capacity.max_batch_sequences, tokens),
         "prefill_chunk_tokens": capacity.max_batch_tokens,
     }
     limits = Limits(**(values | changes))
@@ -170,6 +171,9 @@ class Drive:
         self.scheduler.check()
         assert step is not None or not self.scheduler.running, "sequences run and none gets on"
         if step is not None:
+            assert step.tokens <= self.scheduler.limits.max_batch_tokens
+            kinds = [c.is_decode for c in step.chunks]
+            assert kinds == sorted(kinds, reverse=True), "decodes come first"
             self._compute(step)
         return step
 
