@@ -4,7 +4,7 @@ import dataclasses
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from kubernetes.utils.duration import format_duration
 
 from headway_engine.protocol import BatchingMode, Objectives, check_limits
@@ -24,6 +24,8 @@ from headway_operator.resource import (
     restart_class,
 )
 from support.resources import a_body, a_resource, a_stored_body, merged, specs
+
+quick = settings(max_examples=40, deadline=None)
 
 EVERY_FIELD = {
     "model": {
@@ -130,6 +132,7 @@ def test_the_table_above_leaves_no_value_at_its_default() -> None:
     assert untested == ["runtime.engine"]  # there is one engine only
 
 
+@quick
 @given(specs())
 def test_defaults_of_the_schema_and_of_the_values_are_the_same(spec: dict[str, object]) -> None:
     """A resource means the same whether an API server filled in the defaults or nobody did."""
@@ -139,6 +142,7 @@ def test_defaults_of_the_schema_and_of_the_values_are_the_same(spec: dict[str, o
     assert parse(bare) == parse(stored)
 
 
+@quick
 @given(specs())
 def test_limits_of_a_valid_spec_are_valid_in_the_engine(spec: dict[str, object]) -> None:
     """What the schema accepts as live limits, the engine's own check accepts within the reserved capacity."""
