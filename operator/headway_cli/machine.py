@@ -31,6 +31,7 @@ from headway_operator.metrics import Sample
 from headway_operator.queue import Cause, Key, WorkQueue
 from headway_operator.reconcile import Reconciler
 from headway_operator.resource import KIND, Resource, parse
+from headway_operator.schema import admit
 
 ENGINE_IMAGE = "headway-engine:local"
 CACHE_VOLUME = "headway-cache"
@@ -211,8 +212,13 @@ class OneMachine:
         return {name: sample for name, sample in found.items() if isinstance(sample, Sample)}
 
     def edit(self, change: Callable[[Manifest], None]) -> int:
-        """`kubectl edit`: change the spec of the running resource; its new generation."""
-        after = self.cluster.edit(KIND, *self.key, lambda body: change(body["spec"]))
+        """`kubectl edit`: change the spec of the running resource; its new generation. Raises InvalidSpec."""
+
+        def checked(body: Manifest) -> None:
+            change(body["spec"])
+            admit({key: body[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+
+        after = self.cluster.edit(KIND, *self.key, checked)
         return int(after["metadata"]["generation"])
 
     # Inside.

@@ -66,7 +66,7 @@ def chosen_arrivals(args: argparse.Namespace) -> list[Arrival]:
             f"It has {len(found)} in {found[-1].at_s:.0f} s: check --start, --duration and --scale",
         )
     if args.max_prompt or args.max_output:
-        cut, _ = traces.fitted(cut, args.max_prompt or 1 << 40, args.max_output or 1 << 40)
+        cut = traces.fitted(cut, args.max_prompt or 1 << 40, args.max_output or 1 << 40).arrivals
     return cut
 
 

@@ -17,6 +17,9 @@ from random import Random
 CONVERSATION = "azure_conv_2023_sample.csv"
 """The trace that ships with Headway; see data/README.md for its source and licence."""
 
+SHIPPED_SHARE = 0.4
+"""Share of the original's requests that the shipped trace has."""
+
 JITTER_S = 0.5
 """How far a repeated request is moved from the one it repeats."""
 
@@ -86,29 +89,45 @@ def window(arrivals: Sequence[Arrival], start_s: float, duration_s: float) -> li
     return [replace(a, at_s=a.at_s - start_s) for a in arrivals if start_s <= a.at_s < end_s]
 
 
-def fitted(
-    arrivals: Sequence[Arrival], max_prompt_tokens: int, max_output_tokens: int
-) -> tuple[list[Arrival], float]:
-    """Lengths multiplied by one factor, so that 95 % of the prompts stay under the cap, and that factor.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Arrivals with shorter lengths, and the factors that made them so."""
 
-    One factor for all keeps the shape of the mix; the few longer ones are cut at the caps. Traces that fit
-    as they are stay as they are.
+    arrivals: list[Arrival]
+    prompt_factor: float
+    output_factor: float
+
+
+def fitted(arrivals: Sequence[Arrival], max_prompt_tokens: int, max_output_tokens: int) -> Fit:
+    """Prompts and outputs each shrunk by one factor, so that 95 % of them stay under their cap.
+
+    One factor for all prompts keeps the shape of the mix; the few longer ones are cut at the cap. Lengths
+    that fit as they are stay as they are.
     """
-    prompts = sorted(a.prompt_tokens for a in arrivals)
-    long_prompt = prompts[int(0.95 * (len(prompts) - 1))] if prompts else 0
-    factor = min(1.0, max_prompt_tokens / long_prompt) if long_prompt else 1.0
+    prompt_factor = _factor([a.prompt_tokens for a in arrivals], max_prompt_tokens)
+    output_factor = _factor([a.output_tokens for a in arrivals], max_output_tokens)
 
-    def fit(tokens: int, cap: int) -> int:
+    def fit(tokens: int, factor: float, cap: int) -> int:
         return max(1, min(cap, round(tokens * factor)))
 
-    return [
-        replace(
-            a,
-            prompt_tokens=fit(a.prompt_tokens, max_prompt_tokens),
-            output_tokens=fit(a.output_tokens, max_output_tokens),
-        )
-        for a in arrivals
-    ], factor
+    return Fit(
+        [
+            replace(
+                a,
+                prompt_tokens=fit(a.prompt_tokens, prompt_factor, max_prompt_tokens),
+                output_tokens=fit(a.output_tokens, output_factor, max_output_tokens),
+            )
+            for a in arrivals
+        ],
+        prompt_factor,
+        output_factor,
+    )
+
+
+def _factor(lengths: list[int], cap: int) -> float:
+    """What brings the 95th percentile under the cap; 1 where it is."""
+    long = sorted(lengths)[int(0.95 * (len(lengths) - 1))] if lengths else 0
+    return min(1.0, cap / long) if long else 1.0
 
 
 def requests_per_second(arrivals: Sequence[Arrival]) -> float:

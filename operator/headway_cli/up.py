@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -233,6 +234,10 @@ class Session:
         if self._showing and not self.console.is_terminal:
             self.console.print(event_line(event), markup=False)
 
+    def note(self, text: str) -> None:
+        """Something that we did ourselves, beside the controller's events."""
+        self._heard(Event(datetime.now(UTC), "Normal", "Demo", text))
+
     # Traffic.
 
     async def play(
@@ -293,4 +298,5 @@ def log_to(file: Path) -> None:
 
 def event_line(event: Event) -> str:
     """An event as one line."""
-    return f"{event.at.astimezone():%H:%M:%S}  {event.note}"
+    advice = "would set " if event.reason == "LimitsRecommended" else ""
+    return f"{event.at.astimezone():%H:%M:%S}  {advice}{event.note}"

@@ -137,17 +137,17 @@ def test_a_scale_of_nothing_is_refused() -> None:
 def test_fitted_lengths_stay_under_the_caps_and_shrink_by_one_factor(
     found: list[Arrival], max_prompt: int, max_output: int
 ) -> None:
-    """No length grows; those not cut at a cap are the old ones times the factor."""
-    fit, factor = traces.fitted(found, max_prompt, max_output)
-    assert 0 < factor <= 1
-    assert len(fit) == len(found)
-    for old, new in zip(found, fit, strict=True):
+    """No length grows; those not cut at a cap are the old ones times the factor of their kind."""
+    fit = traces.fitted(found, max_prompt, max_output)
+    assert 0 < fit.prompt_factor <= 1
+    assert 0 < fit.output_factor <= 1
+    for old, new in zip(found, fit.arrivals, strict=True):
         assert new.at_s == old.at_s
         assert 1 <= new.prompt_tokens <= max_prompt
         assert 1 <= new.output_tokens <= max_output
         if 1 < new.prompt_tokens < max_prompt:
-            assert new.prompt_tokens == round(old.prompt_tokens * factor)
-    over = sum(round(a.prompt_tokens * factor) > max_prompt for a in found)
+            assert new.prompt_tokens == round(old.prompt_tokens * fit.prompt_factor)
+    over = sum(round(a.prompt_tokens * fit.prompt_factor) > max_prompt for a in found)
     assert over <= max(1, round(0.06 * len(found)))
 
 

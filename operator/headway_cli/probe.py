@@ -1,0 +1,107 @@
+"""How fast this machine is, measured from outside in seconds; and the traffic and targets that suit it.
+
+`measure` asks; `suit` is pure. The sums are those of one step: T = d + b * P, with d the time of a step
+that only decodes and b the time of one prompt token. Knows nothing of terminals.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+import aiohttp
+
+from headway_cli import client, prompts
+from headway_cli.client import Answer, Ending, Endpoint
+from headway_cli.console import Failed
+from headway_cli.openloop import CHAT_FRAME_TOKENS
+
+STREAMS = 6
+STREAM_TOKENS = 20
+PREFILLS = 3
+
+PREFILL_SHARE = 0.5
+"""Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible."""
+TARGET_STEPS = 4.5
+"""The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
+LONG_PROMPT_S = 1.0
+LONG_PROMPT_TARGETS = 5.0
+"""Long prompts take at least so long to prefill, and so many ITL targets: in one step they break the promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one probe found."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float  # with `streams` sequences
+    streams: int = STREAMS
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.streams / self.decode_step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Suited:
+    """Traffic and targets for a machine."""
+
+    max_prompt_tokens: int
+    max_output_tokens: int
+    requests_per_s: float
+    ttft_ms: int
+    itl_ms: int
+    fitting_tokens: int  # prompt tokens per step that the ITL target leaves room for
+
+
+async def measure(endpoint: Endpoint, chance: Random, prompt_tokens: int) -> Speed:
+    """A few seconds of closed-loop probing on an idle endpoint. Raises Failed when it does not answer."""
+    async with aiohttp.ClientSession() as session:
+
+        async def one(tokens: int, output: int) -> Answer:
+            text = prompts.prompt(max(1, tokens - CHAT_FRAME_TOKENS), chance)
+            answer = await client.ask(session, endpoint, text, output, exact_length=True, timeout_s=120)
+            if answer.ending is not Ending.FINISHED:
+                raise Failed(f"the probe got {answer.http_status or 'no answer'}: {answer.error}")
+            return answer
+
+        await one(40, 2)  # first requests pay for what is made once
+        prefills = [await one(prompt_tokens, 1) for _ in range(PREFILLS)]
+        streams = await asyncio.gather(*(one(50, STREAM_TOKENS) for _ in range(STREAMS)))
+    speed = max(a.prompt_tokens / a.e2e_s for a in prefills)
+    # The first gaps of a stream still see the prompts of the others.
+    gaps = [gap for a in streams for gap in a.gaps_s[len(a.gaps_s) // 2 :]]
+    if not gaps:
+        raise Failed("the probe's answers came in one piece: nothing to measure a decode step by")
+    return Speed(prefill_tokens_per_s=speed, decode_step_s=median(gaps))
+
+
+def suit(speed: Speed, *, context: int, mean_prompt_share: float, max_sequences: int) -> Suited:
+    """Targets that good limits meet and a huge token budget does not, and the traffic to show it.
+
+    `mean_prompt_share` is the mean prompt over the longest one of the trace to be played.
+    """
+    b = 1 / speed.prefill_tokens_per_s
+    d = speed.decode_step_s
+    itl_s = TARGET_STEPS * d
+    long_prompt = max(32, min(context // 2, round(max(LONG_PROMPT_S, LONG_PROMPT_TARGETS * itl_s) / b)))
+    fitting = (0.9 * itl_s - d) / b
+    step_s = d + b * fitting
+    # A long prompt takes so many steps; three times that leaves room for those before it in the queue.
+    ttft_s = 3 * max(1.0, long_prompt / fitting) * step_s
+    rate = PREFILL_SHARE * speed.prefill_tokens_per_s / (mean_prompt_share * long_prompt)
+    # Little's law: keep the sequences that decode at once at half of what may run.
+    output = 0.5 * max_sequences / (rate * step_s)
+    return Suited(
+        max_prompt_tokens=long_prompt,
+        max_output_tokens=int(min(context // 4, 256, max(32, 2 * output))),
+        requests_per_s=rate,
+        ttft_ms=_round_up(ttft_s * 1000, 100),
+        itl_ms=_round_up(itl_s * 1000, 10),
+        fitting_tokens=round(fitting),
+    )
+
+
+def _round_up(value: float, grid: int) -> int:
+    return grid * math.ceil(value / grid)
