@@ -42,11 +42,13 @@ class Forwarder:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: asyncio complains about one that it made and that is cancelled.
+        task = asyncio.get_running_loop().create_task(self._carry(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         backends = self._backends()
         if not backends:
             writer.transport.abort()

@@ -5,13 +5,15 @@ The tests run in this process, whose main thread visits the plane's network whil
 
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster.controller import SYSTEM, Controller
 from cluster.node import Node
 from cluster.plane import Plane, PlaneError
+from headway_local.kube_api import KubeApi
 
 HERE = Path(__file__).parent
 
@@ -36,7 +38,10 @@ def pytest_runtest_makereport(
         kinds = "deploy,rs,pods,svc,endpointslices,events"
         objects = plane.kubectl("-n", name, "get", kinds, "-o", "wide", check=False)
         report.sections.append(("objects", objects.stdout))
-        for pod in node.kubelet.pods(name):
+        if "controller" in values:
+            resources = plane.kubectl("-n", name, "get", "infd", "-o", "yaml", check=False)
+            report.sections.append(("resources", resources.stdout))
+        for pod in node.kubelet.pods(name) + node.kubelet.pods(SYSTEM):
             title = f"log of {pod.pod['metadata']['name']}"
             report.sections.append((title, f"{pod.facts}\n{pod.log_tail(60)}"))
     return report
@@ -61,6 +66,19 @@ def node(plane: Plane) -> Iterator[Node]:
     running = Node(plane)
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="session")
+def controller(plane: Plane, node: Node) -> Controller:
+    """The installed controller, and with it the InferenceDeployment API."""
+    return Controller(plane, node)
+
+
+@pytest.fixture
+async def api(plane: Plane, namespace: str) -> AsyncIterator[KubeApi]:
+    """The API as the admin sees it, as plain JSON."""
+    async with KubeApi(plane.admin) as client:
+        yield client
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A node for the plane: process kubelet and service proxy, in a thread inside the plane's network."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -16,7 +17,9 @@ from headway_local.proxy import ServiceProxy
 T = TypeVar("T")
 NAME = "proc-0"
 PYTHON = Image("python:*", ("{python}",))
-IMAGES = Images(rules=(ENGINE, OPERATOR, PYTHON))
+# All pods share one network stack here, so each controller must take its own address only.
+CONTROLLER = dataclasses.replace(OPERATOR, env={"HEADWAY_OPERATOR_HOST": "{pod_ip}"})
+IMAGES = Images(rules=(ENGINE, CONTROLLER, PYTHON))
 IN_CLUSTER = {
     "KUBERNETES_SERVICE_HOST": SERVICE_IP,
     "KUBERNETES_SERVICE_PORT": "443",
