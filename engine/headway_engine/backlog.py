@@ -6,9 +6,9 @@ Knows nothing of the order in which they run (`fairness`) or of what runs now.
 import heapq
 from dataclasses import dataclass
 
-from headway_engine.fairness import Tenant
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Request, RequestId, Sequence
+from headway_engine.tenants import Tenant
 
 
 @dataclass(slots=True)

@@ -35,60 +35,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from heapq import heappop, heappush, heapreplace
 
-import msgspec
-
 from headway_engine.sequence import RequestId, Sequence
+from headway_engine.tenants import Fairness, TenantPolicy
 
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-
-
-class Fairness(StrEnum):
-    """How tenants of one class share."""
-
-    VIRTUAL_TOKEN_COUNTER = "VirtualTokenCounter"
-    FIRST_COME_FIRST_SERVED = "FirstComeFirstServed"
-
-
-class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may have. A cap of 0 means none beyond the engine's own."""
-
-    weight: float = 1.0
-    priority: int = 0  # added to each request's own
-    max_queued_requests: int = 0
-    max_queued_tokens: int = 0
-
-
-class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rules of sharing. Tenants that are not named get `default`."""
-
-    fairness: Fairness = Fairness.VIRTUAL_TOKEN_COUNTER
-    tenants: dict[str, Tenant] = {}
-    default: Tenant = Tenant()
-    ageing_s: float = 10.0
-    aged_share: int = 4
-
-    def __post_init__(self) -> None:
-        for name, tenant in [("default", self.default), *self.tenants.items()]:
-            if not 0 < tenant.weight < float("inf"):
-                raise ValueError(f"tenant {name!r}: weight {tenant.weight} is not a positive number")
-        if self.ageing_s < 0 or self.aged_share < 2:
-            raise ValueError("ageing_s must not be negative and aged_share must be at least 2")
-
-    def of(self, tenant: str) -> Tenant:
-        return self.tenants.get(tenant, self.default)
-
-    def class_of(self, sequence: Sequence) -> int:
-        """The priority class a sequence stands in; higher goes first."""
-        return sequence.request.priority + self.of(sequence.request.tenant).priority
-
-
-def tokens_cost(prompt_tokens: int, output_tokens: int) -> int:
-    """Weighted tokens, the unit of counters."""
-    return PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
 
 @dataclass(slots=True, eq=False)

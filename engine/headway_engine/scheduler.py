@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from headway_engine.backlog import Backlog
 from headway_engine.blocks import BlockPool
-from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue, TenantPolicy
+from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
+from headway_engine.preemption import SKIP_WINDOW, Patience, choose_victim
 from headway_engine.protocol import BatchingMode, Capacity, Limits
+from headway_engine.rates import PrefillPace, TokenRates
 from headway_engine.sequence import (
     Chunk,
     Event,
@@ -34,30 +36,8 @@ from headway_engine.sequence import (
     Step,
     TokenOut,
 )
+from headway_engine.tenants import TenantPolicy
 from headway_engine.window import CLOCK_GRAIN_S, Waiting, leaves_at_s
-
-MAX_PREEMPTIONS = 3
-"""A sequence preempted so often is chosen again only when nobody else can be."""
-
-SKIP_WINDOW = 8
-"""How many waiting requests that do not fit may be passed over in one step."""
-
-SKIP_AGE_S = 2.0
-"""How long a request may be passed over before nobody passes it any more."""
-
-SKIP_ADMISSIONS = 64
-"""How many admissions may pass a request before nobody passes it any more."""
-
-
-@dataclass(slots=True)
-class _Skipped:
-    """Since when a waiting request has been passed over, and how many admissions went past it."""
-
-    since_s: float
-    passed: int = 0
-
-    def blocks_others(self, now_s: float) -> bool:
-        return now_s - self.since_s >= SKIP_AGE_S or self.passed >= SKIP_ADMISSIONS
 
 
 @dataclass(slots=True)
@@ -104,10 +84,13 @@ class Scheduler:
         self._running: dict[
             RequestId, Sequence
         ] = {}  # in order of admission; rotated when a step is too small
-        self._skipped: dict[RequestId, _Skipped] = {}
+        self._patience = Patience()
+        self._rates = TokenRates(self._policy)
+        self._pace = PrefillPace()
         self._unannounced: set[RequestId] = set()  # admitted, but no step of theirs is committed yet
         self._admissions = 0
         self._step: Step | None = None
+        self._step_began_s = 0.0
         self._draining = False
         self._spare_blocks = max(1, capacity.kv_blocks // 100)
         self._most_tokens = min(capacity.max_model_tokens, capacity.kv_tokens)
@@ -178,7 +161,14 @@ class Scheduler:
             self._limits.max_batch_sequences - len(self._running),
         )
         if refusal:
-            return Rejected(request.id, RejectReason.QUEUE_FULL, refusal)
+            retry_s = self._pace.retry_after_s(self.queued_tokens)
+            return Rejected(request.id, RejectReason.QUEUE_FULL, refusal, retry_s)
+        if self._rates.active:
+            retry_s = self._rates.wait_s(request.tenant, now_s)
+            if retry_s:
+                spent = f"tenant {request.tenant!r} has spent its tokens_per_s"
+                return Rejected(request.id, RejectReason.QUEUE_FULL, spent, retry_s)
+            self._rates.spend(request.tenant, len(request.prompt), now_s)
         self._admissions += 1
         sequence = Sequence(request, list(request.prompt), order=self._admissions)
         self._sequences[sequence.id] = sequence
@@ -220,6 +210,7 @@ class Scheduler:
             self._plan_waiting(plan)
         if not plan.chunks:
             return None
+        self._step_began_s = now_s
         self._step = Step(tuple(sorted(plan.chunks.values(), key=lambda chunk: not chunk.is_decode)))
         return self._step
 
@@ -242,6 +233,7 @@ class Scheduler:
     ) -> tuple[Event, ...]:
         """Take a step's results in; a sequence that ended meanwhile has none."""
         self._close(step)
+        self._pace.note(step.prefill_tokens, now_s - self._step_began_s)
         events: list[Event] = []
         for chunk in step.chunks:
             sequence = chunk.sequence
@@ -257,6 +249,8 @@ class Scheduler:
                 events.append(Started(sequence.id, sequence.cached_prompt_tokens))
             if chunk.samples:
                 self._append(sequence, sampled.get(sequence.id), events)
+                if self._rates.active:
+                    self._rates.spend(sequence.request.tenant, 1, now_s)
             elif sequence.remaining == 0:
                 events.append(self._finish(sequence, FinishReason.LENGTH))
         return tuple(events)
@@ -313,13 +307,10 @@ class Scheduler:
             hits = self.pool.match(sequence)
             if self.pool.fits(sequence, hits, self._spare_blocks if self._running else 0):
                 self._start(sequence, hits, plan)
-                for other in passed:
-                    self._skipped[other.id].passed += 1
+                self._patience.count_admission(passed)
                 continue
             passed.append(sequence)
-            skipped = self._skipped.setdefault(sequence.id, _Skipped(plan.now_s))
-            # Passing a preempted sequence would only have it preempted again.
-            if sequence.preemptions or skipped.blocks_others(plan.now_s) or len(passed) > SKIP_WINDOW:
+            if not self._patience.may_pass(sequence, plan.now_s) or len(passed) > SKIP_WINDOW:
                 break
         self._queue.put_back(passed)
 
@@ -329,7 +320,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self._running[sequence.id] = sequence
         self._queue.admitted(sequence)
-        self._skipped.pop(sequence.id, None)
+        self._patience.forget(sequence)
         if self._backlog.remove(sequence):
             sequence.first_scheduled_s = plan.now_s
             sequence.cached_prompt_tokens = sequence.computed
@@ -368,28 +359,11 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, tokens: int, plan: _Plan) -> bool:
         """Blocks for so many tokens, at the cost of others; False when the sequence itself had to go."""
         while not self.pool.extend(sequence, tokens):
-            victim = self._victim(sequence)
+            victim = choose_victim(self._running.values(), sequence, self._policy.class_of)
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
         return True
-
-    def _victim(self, wanting: Sequence) -> Sequence:
-        """Who gives way: nobody of a higher class, the lowest class first, and there the cheapest to
-        compute again.
-
-        Who was preempted MAX_PREEMPTIONS times comes last, and among such the newest goes: so the oldest of
-        the highest class always gets on, and preemption cannot go round in a circle. It may be `wanting`
-        itself.
-        """
-        class_of = self._policy.class_of
-        own_class = class_of(wanting)
-
-        def rank(s: Sequence) -> tuple[bool, int, int, int]:
-            worn = s.preemptions >= MAX_PREEMPTIONS
-            return (worn, class_of(s), 0 if worn else s.computed, -s.order)
-
-        return min((s for s in self._running.values() if class_of(s) <= own_class), key=rank)
 
     def _preempt(self, victim: Sequence, plan: _Plan) -> None:
         plan.drop(victim)
@@ -427,7 +401,7 @@ class Scheduler:
             self._backlog.remove(sequence)
         self._queue.leave(sequence)
         self.pool.release(sequence)
-        self._skipped.pop(sequence.id, None)
+        self._patience.forget(sequence)
         self._unannounced.discard(sequence.id)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason

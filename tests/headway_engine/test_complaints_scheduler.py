@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_engine import scheduler as scheduler_module
-from headway_engine.fairness import TenantPolicy
+from headway_engine import preemption
 from headway_engine.protocol import BatchingMode
 from headway_engine.sequence import FinishReason, Rejected, RejectReason, Step
 from headway_engine.stepcost import StepCost
+from headway_engine.tenants import TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, expected_output, some_limits
 
 COST = StepCost(base_s=0.005, per_prefill_token_s=0.001, per_decode_s=0.0001, per_kv_token_s=0.0)
@@ -100,9 +100,9 @@ def test_the_big_one_is_admitted_though_small_ones_keep_coming(
 ) -> None:
     """Row 7, second half: after its age limit, or when enough have passed it, nobody passes any more."""
     if limit == "age":
-        monkeypatch.setattr(scheduler_module, "SKIP_ADMISSIONS", 10**9)
+        monkeypatch.setattr(preemption, "SKIP_ADMISSIONS", 10**9)
     else:
-        monkeypatch.setattr(scheduler_module, "SKIP_AGE_S", 1e9)
+        monkeypatch.setattr(preemption, "SKIP_AGE_S", 1e9)
     drive = a_crowd_before_a_big_one()
     turns = 0
     while "big" not in drive.started_s:
@@ -113,9 +113,9 @@ def test_the_big_one_is_admitted_though_small_ones_keep_coming(
         assert turns < 400
     passed = sum(1 for id, at in drive.started_s.items() if id.startswith("small"))
     if limit == "age":
-        assert drive.now_s <= scheduler_module.SKIP_AGE_S + 0.5
+        assert drive.now_s <= preemption.SKIP_AGE_S + 0.5
     else:
-        assert passed <= scheduler_module.SKIP_ADMISSIONS + 2
+        assert passed <= preemption.SKIP_ADMISSIONS + 2
 
 
 def test_a_prompt_larger_than_the_cache_is_refused_at_once_and_blocks_nobody() -> None:
@@ -296,7 +296,7 @@ def test_a_request_is_not_preempted_again_and_again() -> None:
         drive.step()
         worst = max([worst, *(s.preemptions for s in drive.scheduler._sequences.values())])
     drive.assert_all_ended_right()
-    assert 0 < worst <= scheduler_module.MAX_PREEMPTIONS + 1
+    assert 0 < worst <= preemption.MAX_PREEMPTIONS + 1
 
 
 def test_the_victim_is_the_cheapest_and_not_the_newest() -> None:

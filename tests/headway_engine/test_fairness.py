@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from headway_engine.fairness import (
     OUTPUT_WEIGHT,
     PROMPT_WEIGHT,
-    Fairness,
     FairQueue,
-    Tenant,
-    TenantPolicy,
 )
 from headway_engine.sequence import Sequence, Status
+from headway_engine.tenants import Fairness, Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_request, some_limits
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from headway_engine.fairness import Tenant, TenantPolicy
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.sequence import FinishReason, Rejected, RejectReason, SampledToken, Sequence, Status, Step
+from headway_engine.tenants import Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, expected_output, some_limits
 
 

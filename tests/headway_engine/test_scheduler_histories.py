@@ -3,9 +3,9 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_engine.fairness import Fairness, Tenant, TenantPolicy
 from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.sequence import Request
+from headway_engine.tenants import Fairness, Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, some_limits
 
 SHARED = a_prompt(40, seed=3)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from headway_engine.fairness import TenantPolicy
 from headway_engine.protocol import Capacity, Limits, check_limits
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import (
@@ -23,6 +22,7 @@ from headway_engine.sequence import (
     Step,
     TokenOut,
 )
+from headway_engine.tenants import TenantPolicy
 
 VOCABULARY = 97
 """A prime, so that made-up continuations do not fall into short circles."""
