@@ -87,6 +87,7 @@ class CoreClient:
         self._unstarted: set[RequestId] = set()
         self._tickets: dict[int, asyncio.Future[Limits]] = {}
         self._next_ticket = 0
+        self._stopping = False
         self._last_words = ""  # why the core ended, when it could say so itself
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,8 +123,12 @@ class CoreClient:
             self._telemetry.arrived(request)
             self._boxes[request.id] = box
             self._unstarted.add(request.id)
-            self._send(Submit(request))
         self._idle.clear()
+        if self.phase is Phase.GONE:
+            self.end_all(self.doing)
+            return
+        for request in requests:
+            self._send(Submit(request))
 
     def end(self, id: RequestId, outcome: Outcome) -> None:
         """Forget a request, and have the core forget it. Nothing happens to one that has ended."""
@@ -157,6 +162,7 @@ class CoreClient:
 
     def stop(self) -> None:
         """Have the core leave its loop."""
+        self._stopping = True
         if self.phase is not Phase.GONE:
             self._send(Stop())
 
@@ -176,7 +182,8 @@ class CoreClient:
             return
         self.phase = Phase.GONE
         self.doing = why = self._last_words or message
-        log.error(fields("core-gone", reason=why, in_flight=self.in_flight))
+        if not self._stopping:
+            log.error(fields("core-gone", reason=why, in_flight=self.in_flight))
         self.end_all(why)
         self._telemetry.core_gone()
         for answer in self._tickets.values():

@@ -128,4 +128,7 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    # Taking torch apart takes seconds, and the operating system does it better.
+    os._exit(status)

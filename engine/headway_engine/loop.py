@@ -28,7 +28,7 @@ from headway_engine.messages import (
     Submit,
 )
 from headway_engine.protocol import Limits
-from headway_engine.sequence import Event, Rejected, Request, RequestId, SampledToken, Step
+from headway_engine.sequence import Event, Rejected, Request, RequestId, SampledToken, SamplingParams, Step
 from headway_engine.stepcost import StepStatistics
 
 log = logging.getLogger("headway.core")
@@ -36,8 +36,12 @@ log = logging.getLogger("headway.core")
 WARM_UP_STEPS = 50
 """Steps after start that the statistics leave out: caches, kernels and allocators are still settling."""
 
-FATAL_FAILURES = 3
-"""Steps that fail whole, one after another, before the core gives up: the device is gone, not a request."""
+SUSPICIOUS_FAILURES = 3
+"""Steps that fail whole, one after another, before the core asks itself whether it is the device: a harmless
+probe of one token is queued, and if that fails too, the core gives up. Without the probe, a client that
+repeats a request which poisons its step would end the process."""
+
+PROBE_ID = "probe"
 
 Run = Callable[[Step], Mapping[RequestId, SampledToken]]
 
@@ -207,13 +211,18 @@ class Loop:
         return sampled, failed
 
     def _going_on(self, step: Step, failed: Mapping[RequestId, str]) -> bool:
-        """False after several steps in a row of which nothing succeeded."""
+        """False when the device, and not some request, makes every step fail."""
         self._failures = self._failures + 1 if len(failed) == len(step.chunks) else 0
-        if self._failures < FATAL_FAILURES:
+        if self._failures < SUSPICIOUS_FAILURES:
             return True
-        message = next(iter(failed.values()))
-        self._report(Died(message=f"{self._failures} steps failed one after another: {message}"))
-        return False
+        if PROBE_ID in failed:
+            self._report(Died(message=f"{self._failures} steps failed one after another: {failed[PROBE_ID]}"))
+            return False
+        now_s = self._clock()
+        probe = SamplingParams(max_tokens=1)
+        self._note(self._scheduler.abort(PROBE_ID, now_s))
+        self._scheduler.admit(Request(id=PROBE_ID, prompt=(0,), sampling=probe, arrival_s=now_s), now_s)
+        return True
 
     def _measure(self, step: Step, seconds: float) -> None:
         if self._warm_up_left > 0:

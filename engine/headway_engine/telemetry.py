@@ -165,7 +165,7 @@ class Telemetry:
             self._steps[Metric.STEP_TOKENS].observe(report.step_tokens)
             self._steps[Metric.STEP_SEQUENCES].observe(report.step_sequences)
         for event in report.events:
-            self._record_event(event, now_s)
+            self._record_event(event, now_s, report.step_seconds)
 
     def refused(self, id: RequestId, gauges: Gauges, now_s: float) -> None:
         """The scheduler refused a request that had arrived."""
@@ -180,7 +180,7 @@ class Telemetry:
             statistics=self._gauges.statistics,
         )
 
-    def _record_event(self, event: Event, now_s: float) -> None:
+    def _record_event(self, event: Event, now_s: float, step_seconds: float) -> None:
         clock = self._open.get(event.id)
         if clock is None:  # cancelled here while the core still worked on it
             return
@@ -196,7 +196,8 @@ class Telemetry:
                 clock.last_s = now_s
             case Started():
                 self.prompt_tokens_total += clock.prompt_tokens
-                self._latency[Metric.QUEUE].observe(now_s - clock.arrival_s)
+                # Known at the end of its first step; the queue ended when that step began.
+                self._latency[Metric.QUEUE].observe(max(0.0, now_s - step_seconds - clock.arrival_s))
             case Finished(reason=reason):
                 self.ended(event.id, OUTCOMES[reason], now_s)
 

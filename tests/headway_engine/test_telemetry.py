@@ -1,0 +1,168 @@
+"""What the engine counts, checked through the exposition that a scraper reads."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from headway_engine.messages import Gauges, StepReport
+from headway_engine.protocol import Capacity, Limits, Metric, Objectives, Outcome
+from headway_engine.sequence import Finished, FinishReason, Request, SamplingParams, Started, TokenOut
+from headway_engine.stepcost import StepStatistics
+from headway_engine.telemetry import Histogram, Telemetry
+
+
+def telemetry(**objectives):
+    return Telemetry(Objectives(**objectives), start_time_s=1.0)
+
+
+def request(id="a", arrival_s=10.0, prompt=(1, 2, 3)):
+    return Request(id=id, prompt=prompt, sampling=SamplingParams(max_tokens=9), arrival_s=arrival_s)
+
+
+def step(*events, tokens=1, seconds=0.01, **gauges):
+    return StepReport(
+        at_s=0.0,
+        events=events,
+        step_tokens=tokens,
+        step_seconds=seconds,
+        step_sequences=1,
+        gauges=Gauges(**gauges),
+    )
+
+
+def samples(t):
+    out = {}
+    for family in text_string_to_metric_families(t.exposition().decode()):
+        for s in family.samples:
+            out[(s.name, *s.labels.values())] = s.value
+    return out
+
+
+def serve_one(t, id="a", arrival_s=10.0):
+    """Arrives, starts and has its first token 0.2 s later, two more at 0.1 s."""
+    t.arrived(request(id, arrival_s))
+    t.record(step(Started(id, 0), TokenOut(id, 5), seconds=0.05), arrival_s + 0.2)
+    t.record(step(TokenOut(id, 5)), arrival_s + 0.3)
+    t.record(step(TokenOut(id, 5), Finished(id, FinishReason.LENGTH)), arrival_s + 0.4)
+
+
+def test_the_clock_of_a_request_starts_at_its_arrival():
+    """TTFT, ITL, TPOT, E2E and queue time of one request, exactly."""
+    t = telemetry()
+    serve_one(t)
+    s = samples(t)
+    assert s[(f"{Metric.TTFT}_sum",)] == pytest.approx(0.2)
+    assert s[(f"{Metric.ITL}_count",)] == 2
+    assert s[(f"{Metric.ITL}_sum",)] == pytest.approx(0.2)
+    assert s[(f"{Metric.TPOT}_sum",)] == pytest.approx(0.1)
+    assert s[(f"{Metric.E2E}_sum",)] == pytest.approx(0.4)
+    assert s[(f"{Metric.QUEUE}_sum",)] == pytest.approx(0.15)
+    assert s[(Metric.OUTPUT_TOKENS,)] == 3
+    assert s[(Metric.PROMPT_TOKENS,)] == 3
+
+
+def test_every_metric_of_the_protocol_is_exposed():
+    """A name in the protocol that no scrape shows would be a signal the controller waits for in vain."""
+    t = telemetry(ttft_ms=500, itl_ms=50, e2e_ms=15000)
+    t.limits = Limits()
+    t.capacity = Capacity(
+        max_batch_tokens=1, max_batch_sequences=1, kv_blocks=10, block_tokens=16, max_model_tokens=64
+    )
+    names = {key[0] for key in samples(t)}
+    for metric in Metric:
+        assert metric in names or f"{metric}_bucket" in names, metric
+
+
+def test_a_boundary_stands_exactly_on_the_objective():
+    """Counting misses of an objective must need no interpolation."""
+    s = samples(telemetry(ttft_ms=370, itl_ms=33))
+    assert (f"{Metric.TTFT}_bucket", "0.37") in s
+    assert (f"{Metric.ITL}_bucket", "0.033") in s
+    assert (f"{Metric.TTFT}_bucket", "0.033") not in s
+
+
+def test_new_objectives_restart_the_latency_histograms_and_nothing_else():
+    """To a scraper it is a counter reset."""
+    t = telemetry(ttft_ms=500)
+    serve_one(t)
+    t.set_objectives(Objectives(ttft_ms=250))
+    s = samples(t)
+    assert s[(f"{Metric.TTFT}_count",)] == 0
+    assert s[(Metric.OUTPUT_TOKENS,)] == 3
+    assert s[(Metric.OBJECTIVE, "ttft")] == 0.25
+
+
+def test_gauges_are_those_of_the_last_report_and_the_statistics_are_passed_on():
+    """Row C.8 70."""
+    t = telemetry()
+    t.record(step(running=3, waiting=2, kv_used_blocks=7, statistics=StepStatistics(n=4, pp=9)), 1.0)
+    s = samples(t)
+    assert (s[(Metric.RUNNING,)], s[(Metric.WAITING,)], s[(Metric.KV_USED_BLOCKS,)]) == (3, 2, 7)
+    assert (s[(Metric.STEP_STATISTIC, "n")], s[(Metric.STEP_STATISTIC, "pp")]) == (4, 9)
+    t.core_gone()
+    s = samples(t)
+    assert (s[(Metric.RUNNING,)], s[(Metric.STEP_STATISTIC, "n")]) == (0, 4)
+
+
+def test_a_request_cancelled_here_is_counted_once_and_its_late_tokens_not_at_all():
+    """Row C.8 71: token counters agree with the per-request series."""
+    t = telemetry()
+    t.arrived(request())
+    t.ended("a", Outcome.ABORTED, 11.0)
+    t.record(step(TokenOut("a", 5), Finished("a", FinishReason.ABORT)), 12.0)
+    s = samples(t)
+    assert s[(Metric.OUTCOME, "aborted")] == 1
+    assert s[(Metric.OUTPUT_TOKENS,)] == 0
+    assert s[(f"{Metric.TTFT}_count",)] == 0
+
+
+actions = st.lists(
+    st.tuples(
+        st.integers(0, 5),
+        st.sampled_from(["arrive", "start", "token", "refuse", "turn away", "cancel", *FinishReason]),
+    )
+)
+
+
+@settings(deadline=None)
+@given(actions)
+def test_arrived_is_outcomes_plus_in_flight_after_any_history(history):
+    """Row C.8 71."""
+    t = telemetry()
+    known = set()
+    for now_s, (number, what) in enumerate(history):
+        id = str(number)
+        match what:
+            case "arrive" if id not in known:
+                t.arrived(request(id, float(now_s)))
+                known.add(id)
+            case "start":
+                t.record(step(Started(id, 0)), float(now_s))
+            case "token":
+                t.record(step(TokenOut(id, 1)), float(now_s))
+            case "refuse":
+                t.refused(id, Gauges(), float(now_s))
+            case "turn away":
+                t.turned_away()
+            case "cancel":
+                t.ended(id, Outcome.ABORTED, float(now_s))
+            case FinishReason():
+                t.record(step(Finished(id, what)), float(now_s))
+        assert t.arrived_total == sum(t.outcomes_total.values()) + t.in_flight
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.002, 300), min_size=1, max_size=200))
+def test_a_percentile_read_from_the_buckets_is_near_the_truth(values):
+    """Row C.8 68: from 2 ms to 300 s, the bucket that holds a value is narrow."""
+    t = telemetry()
+    histogram = Histogram(t._latency[Metric.E2E].bounds)
+    for value in values:
+        histogram.observe(value)
+    truth = sorted(values)[int(0.95 * (len(values) - 1))]
+    rank = int(0.95 * (len(values) - 1)) + 1
+    upper = next(float(bound) for bound, count in histogram.buckets() if count >= rank)
+    lower = max((b for b in histogram.bounds if b < upper), default=0.0)
+    assert lower <= truth <= upper
+    assert upper <= 2.5 * lower
