@@ -20,7 +20,7 @@ from headway_operator.tuner.feasibility import assess, settle
 from headway_operator.tuner.learn import ENOUGH_TRAFFIC, Interval, is_sparse, judged, knows_steps, learn
 from headway_operator.tuner.memory import Feasibility, Memory, Trial
 from headway_operator.tuner.quantiles import Judgement
-from headway_operator.tuner.solve import solve
+from headway_operator.tuner.solve import grid, solve
 
 __all__ = ["Change", "Decision", "Evidence", "State", "TargetEvidence", "Verdict", "decide", "fit_in"]
 
@@ -127,6 +127,10 @@ TUNABLES: dict[str, str] = {
 """Fields of Limits that the tuner moves, with their names in the resource."""
 
 HYSTERESIS = 0.06
+LEAST_BAD_HYSTERESIS = 0.5
+"""Where no value meets the target, none is worth much fuss."""
+QUEUE_HYSTERESIS = 0.15
+"""The queue cap is a product of estimates, and only matters when it is hit."""
 FREEZE_S = 300.0
 MISSES_TO_FALL_BACK = 10
 MISSES_TO_GO_STATIC = 3
@@ -173,8 +177,10 @@ def _adopt(
     objective = zlib.crc32(repr((slo, tuning.bounds)).encode())
     free = memory.objective != 0 and memory.objective != objective
     if edited or free:
-        # Counts and trials were about other limits or other targets.
-        memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=(), trial=None)
+        memory = msgspec.structs.replace(memory, trial=None)
+    if free:
+        # The counts were about other targets.
+        memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=())
     memory = msgspec.structs.replace(memory, base=base, tuned=adopted, objective=objective)
     return memory, changes, free
 
@@ -239,9 +245,7 @@ def _blind(
         moved = _differences(tuned, target, lambda _: reason)
         if moved:
             verdict, changes = Verdict.FALL_BACK, (*edits, *moved)
-            memory = msgspec.structs.replace(
-                memory, tuned=target, trial=None, ttft=(), itl=(), e2e=(), changed_at_s=now_s
-            )
+            memory = msgspec.structs.replace(memory, tuned=target, trial=None, changed_at_s=now_s)
     return Decision(
         limits=_tuned(memory) if acting else base,
         verdict=verdict,
@@ -268,7 +272,10 @@ def _differences(old: Limits, new: Limits, why: Callable[[str], str]) -> tuple[C
 
 def _violated(memory: Memory, slo: Slo) -> tuple[str, ...]:
     found = (("ITL", memory.itl, slo.itl), ("TTFT", memory.ttft, slo.ttft))
-    return tuple(name for name, windows, target in found if judged(windows, target)[0] is Judgement.VIOLATED)
+    since_s = memory.changed_at_s
+    return tuple(
+        name for name, windows, target in found if judged(windows, target, since_s)[0] is Judgement.VIOLATED
+    )
 
 
 def _watch_trial(
@@ -300,9 +307,6 @@ def _watch_trial(
             trial=None,
             no_growth_until_s=now_s + FREEZE_S,
             changed_at_s=now_s,
-            ttft=(),
-            itl=(),
-            e2e=(),
         )
         return memory, _Outcome(Verdict.REVERT, State.ACTIVE, reason, changes)
     over = trial.intervals + 1 >= TRIAL_INTERVALS
@@ -348,13 +352,22 @@ def _move(
     assert solution is not None, "there is a model and a target"
     frozen = now_s < memory.no_growth_until_s
     broken = _violated(memory, slo)
-    itl_broken = "ITL" in broken or (slo.itl is None and "TTFT" in broken)
+    itl_broken = not solution.least_bad and "ITL" in broken
+    hysteresis = LEAST_BAD_HYSTERESIS if solution.least_bad else HYSTERESIS
     values = {
         "max_batch_tokens": _worth_it(
-            start.max_batch_tokens, solution.max_batch_tokens.value, frozen=frozen, urgent=itl_broken
+            start.max_batch_tokens,
+            solution.max_batch_tokens.value,
+            frozen=frozen,
+            urgent=itl_broken,
+            hysteresis=hysteresis,
         ),
         "max_queued_tokens": _worth_it(
-            start.max_queued_tokens, solution.max_queued_tokens.value, frozen=frozen, urgent=False
+            start.max_queued_tokens,
+            solution.max_queued_tokens.value,
+            frozen=frozen,
+            urgent=False,
+            hysteresis=QUEUE_HYSTERESIS,
         ),
         "prefill_chunk_tokens": _worth_it(
             start.prefill_chunk_tokens, solution.prefill_chunk_tokens.value, frozen=False, urgent=False
@@ -389,22 +402,19 @@ def _move(
             violated_before=broken,
         ),
         changed_at_s=now_s,
-        ttft=(),
-        itl=(),
-        e2e=(),
     )
     reason = "; ".join(f"{c.parameter} {c.old} -> {c.new}: {c.why}" for c in changes)
     verdict = Verdict.GROW if grew else Verdict.SHRINK
     return memory, _Outcome(verdict, state, reason, (*edits, *changes), solution.predicted_s)
 
 
-def _worth_it(now: int, wanted: int, *, frozen: bool, urgent: bool) -> int:
+def _worth_it(now: int, wanted: int, *, frozen: bool, urgent: bool, hysteresis: float = HYSTERESIS) -> int:
     """`wanted`, or `now` when the difference is noise or growth is off. `urgent`: any shrinking counts."""
     if wanted > now and frozen:
         return now
     if wanted < now and urgent:
         return wanted
-    return wanted if abs(wanted - now) > HYSTERESIS * now else now
+    return wanted if abs(wanted - now) > max(hysteresis * now, grid(now)) else now
 
 
 def _finish(

@@ -3,7 +3,15 @@
 from headway_engine.protocol import Limits
 from headway_operator.resource import Slo
 from headway_operator.tuner.memory import Memory
-from headway_operator.tuner.solve import MARGIN, TTFT_STEP_SHARE, Solution, step_target_s
+from headway_operator.tuner.solve import (
+    LEAST_BAD,
+    MARGIN,
+    TTFT_STEP_SHARE,
+    Solution,
+    alone_s,
+    point,
+    step_target_s,
+)
 from headway_operator.tuner.words import span, step_in_words
 
 
@@ -23,7 +31,7 @@ def standing(slo: Slo, memory: Memory, solution: Solution, frozen: bool) -> str:
         f"limits stay: a full step is predicted to take {span(solution.predicted_s)}. {_model(slo, memory)}"
     )
     if solution.max_batch_tokens.binding:
-        words += f". maxBatchTokens is held by {solution.max_batch_tokens.binding}"
+        words += f". What limits maxBatchTokens now: {solution.max_batch_tokens.binding}"
     if frozen:
         words += ". Growth is off for a while after a change that was undone"
     return words
@@ -40,12 +48,13 @@ def _binding(slo: Slo, solution: Solution) -> str:
 
 
 def _model(slo: Slo, memory: Memory) -> str:
-    cost, target_s = memory.cost, step_target_s(slo)
-    assert cost is not None
+    at, target_s = point(memory), step_target_s(slo)
+    assert at is not None
     assert target_s is not None
-    load = memory.load
-    words = step_in_words(cost, load.decode_sequences, load.kv_tokens_per_sequence, memory.overhead_s)
+    words = step_in_words(at.cost, at.decode_sequences, at.kv_tokens_per_sequence, at.overhead_s)
     words += f"; target {span(target_s)}"
+    if alone_s(at) > target_s:
+        return f"{words}, which not even one request alone meets: a step may take {LEAST_BAD:g} times as long as that"
     if slo.itl is None:
         words += f" ({TTFT_STEP_SHARE:.0%} of the TTFT target)"
     words += f" less {MARGIN * 100:.0f} %"

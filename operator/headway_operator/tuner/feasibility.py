@@ -19,6 +19,7 @@ from headway_operator.tuner.solve import (
     SMALLEST_PREFILL,
     Point,
     Solution,
+    alone_s,
     point,
     step_target_s,
 )
@@ -134,24 +135,24 @@ def _below_floor(
     slo: Slo, memory: Memory, solution: Solution, at: Point, interval: Interval
 ) -> _Floor | None:
     if slo.itl is not None and judged(memory.itl, slo.itl)[0] is not Judgement.MET:
-        alone_s = at.seconds(SMALLEST_PREFILL, 1.0)
-        if alone_s > slo.itl.target_s:
+        floor_s = alone_s(at)
+        if floor_s > slo.itl.target_s:
             return _Floor(
-                f"one request alone, with the smallest useful step, takes {span(alone_s)} per token; the ITL "
+                f"one request alone, with the smallest useful step, takes {span(floor_s)} per token; the ITL "
                 f"target is {span(slo.itl.target_s)}. More replicas do not help: only a faster engine or a "
                 "smaller model does",
-                best_itl_s=alone_s,
+                best_itl_s=floor_s,
             )
     if slo.ttft is not None and judged(memory.ttft, slo.ttft)[0] is not Judgement.MET:
         prompt = memory.load.prompt_tokens
         prefill = max(SMALLEST_PREFILL, solution.max_batch_tokens.value - at.decode_sequences)
         chunk = min(prefill, solution.prefill_chunk_tokens.value)
-        alone_s = math.ceil(prompt / chunk) * at.seconds(min(chunk, max(prompt, 1.0)), 1.0)
-        if prompt > 0 and alone_s > slo.ttft.target_s:
+        first_s = math.ceil(prompt / chunk) * at.seconds(min(chunk, max(prompt, 1.0)), 1.0)
+        if prompt > 0 and first_s > slo.ttft.target_s:
             return _Floor(
-                f"a mean prompt of {prompt:.0f} tokens alone takes {span(alone_s)}; the TTFT target is "
+                f"a mean prompt of {prompt:.0f} tokens alone takes {span(first_s)}; the TTFT target is "
                 f"{span(slo.ttft.target_s)}. More replicas do not help",
-                best_ttft_s=alone_s,
+                best_ttft_s=first_s,
             )
         if at.decode_sequences < 2 and judged(memory.ttft, slo.ttft)[0] is Judgement.VIOLATED:
             return _alone_and_late(slo.ttft, interval)
@@ -166,8 +167,8 @@ def _alone_and_late(target: Target, interval: Interval) -> _Floor | None:
     if queue_s >= QUEUE_IS_SHORT * target.target_s:
         return None
     return _Floor(
-        f"requests wait only {span(queue_s)} before they run and still take {span(ttft_s)} to the first token; "
-        f"the TTFT target is {span(target.target_s)}. More replicas do not help",
+        f"requests wait only {span(queue_s)} before they run and still take {span(ttft_s)} to the first "
+        f"token; the TTFT target is {span(target.target_s)}. More replicas do not help",
         best_ttft_s=ttft_s,
     )
 
@@ -192,7 +193,7 @@ def _short_of_capacity(
                 f"target of {span(slo.itl.target_s)}",
                 math.ceil(load.pods * at.decode_sequences / fit),
             )
-    if served_per_s is None or offered_per_s <= 0:
+    if not served_per_s or offered_per_s <= 0:
         return None
     full_per_s = served_per_s * load.pods
     refused = load.refused_per_s / offered_per_s

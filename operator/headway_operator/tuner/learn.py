@@ -24,6 +24,7 @@ from headway_operator.tuner.quantiles import (
 
 FORGET_PER_10_S = 0.9
 FORGET_FAST = 0.3
+FORGET_MOST = 0.05
 SPEED_CHANGE = 0.12
 """A mean step time this far from the model means that the model is of another engine, or another regime."""
 STEPS_TO_TRUST = 50
@@ -39,6 +40,8 @@ KAPPA_MAX = 1.3
 KAPPA_MAX_VIOLATED = 2.0
 KAPPA_RISE, KAPPA_FALL = 0.6, 0.3
 GAPS_FOR_KAPPA = 100
+NEAR_TARGET = 0.8
+"""Share of a target above which the engine places boundaries densely."""
 QUEUE_SCALE_MIN, QUEUE_SCALE_MAX = 0.4, 1.1
 REQUESTS_FOR_QUEUE_SCALE = 20
 LARGEST_OVERHEAD = 0.5
@@ -65,7 +68,7 @@ def learn(
 
     `current` is what was in force during the interval; `settled` says that every pod had it.
     """
-    memory, error, changed = _learn_steps(memory, seen)
+    memory, error, changed = _learn_steps(memory, seen, current.max_batch_tokens)
     interval = Interval(
         speed_error=error,
         speed_changed=changed,
@@ -98,11 +101,14 @@ def knows_steps(memory: Memory) -> bool:
     return memory.cost is not None and s.n >= 20 and s.pp > 0 and s.p * s.p / s.pp >= 3
 
 
-def judged(windows: tuple[Window, ...], target: Target | None) -> tuple[Judgement, Exceedances]:
-    """The verdict on one target over the windows kept."""
+def judged(
+    windows: tuple[Window, ...], target: Target | None, since_s: float = 0.0
+) -> tuple[Judgement, Exceedances]:
+    """The verdict on one target over the windows after `since_s`."""
     total = Exceedances()
     for window in windows:
-        total = total.plus(window.exceedances)
+        if window.at_s > since_s:
+            total = total.plus(window.exceedances)
     if target is None:
         return Judgement.UNDECIDED, total
     return judge(total, target.percentile.miss_share), total
@@ -113,7 +119,7 @@ def _quantile(histogram: Histogram | None, target: Target | None) -> float | Non
     return quantile(histogram, share) if histogram is not None else None
 
 
-def _learn_steps(memory: Memory, seen: Observation) -> tuple[Memory, float | None, bool]:
+def _learn_steps(memory: Memory, seen: Observation, budget: int) -> tuple[Memory, float | None, bool]:
     added = seen.statistics
     if added is None or added.n < 1 or added.y <= 0:
         return memory, None, False
@@ -125,11 +131,15 @@ def _learn_steps(memory: Memory, seen: Observation) -> tuple[Memory, float | Non
     factor = FORGET_PER_10_S ** (seen.elapsed_s / 10)
     if forget_fast > 0:
         factor = min(factor, FORGET_FAST)
+    if budget < memory.sums_budget:
+        # A linear model is good near where it was fitted, and larger steps pull at it by their square.
+        factor = min(factor, max(FORGET_MOST, (budget / memory.sums_budget) ** 2))
     sums = model.forget(memory.sums, factor).plus(added)
     fitted = model.fit(sums, memory.cost)
     memory = replace(
         memory,
         sums=sums,
+        sums_budget=budget,
         cost=fitted.cost if fitted is not None else memory.cost,
         forget_fast=max(0, forget_fast - 1),
     )
@@ -192,10 +202,10 @@ def _count(memory: Memory, seen: Observation, slo: Slo, now_s: float) -> Memory:
     refused = (seen.rejected or 0.0) + (seen.failed or 0.0)
     return replace(
         memory,
-        ttft=_window(memory.ttft, _exceeded(seen.ttft, slo.ttft), now_s),
-        itl=_window(memory.itl, _gaps_exceeded(seen, slo.itl), now_s),
-        e2e=_window(memory.e2e, _exceeded(seen.e2e, slo.e2e), now_s),
-        refused=_window(memory.refused, Exceedances(refused, refused, refused), now_s, forever=True),
+        ttft=_window(memory.ttft, _exceeded(seen.ttft, slo.ttft), now_s, memory.changed_at_s),
+        itl=_window(memory.itl, _gaps_exceeded(seen, slo.itl), now_s, memory.changed_at_s),
+        e2e=_window(memory.e2e, _exceeded(seen.e2e, slo.e2e), now_s, memory.changed_at_s),
+        refused=_window(memory.refused, Exceedances(refused, refused, refused), now_s, 0.0, forever=True),
         traffic_s=memory.traffic_s * fade + seen.elapsed_s,
         traffic=memory.traffic * fade + requests,
     )
@@ -218,14 +228,23 @@ def _gaps_exceeded(seen: Observation, target: Target | None) -> Exceedances | No
 
 
 def _window(
-    windows: tuple[Window, ...], added: Exceedances | None, now_s: float, *, forever: bool = False
+    windows: tuple[Window, ...],
+    added: Exceedances | None,
+    now_s: float,
+    changed_at_s: float,
+    *,
+    forever: bool = False,
 ) -> tuple[Window, ...]:
-    """The windows with `added` in front, no older than five minutes and no more than are needed."""
+    """The windows with `added` at their end, no older than five minutes and no more than are needed.
+
+    Counts from before the last change of limits stay apart from those after it.
+    """
     if added is None:
         return ()
     parts = list(windows)
     if added.samples > 0:
-        if parts and now_s - parts[-1].at_s < WINDOW_S / WINDOW_PARTS:
+        recent = parts and now_s - parts[-1].at_s < WINDOW_S / WINDOW_PARTS
+        if recent and parts[-1].at_s > changed_at_s and parts[-1].samples < WINDOW_ENOUGH:
             last = parts.pop()
             total = last.exceedances.plus(added)
             parts.append(Window(last.at_s, total.samples, total.low, total.high))
@@ -256,9 +275,11 @@ def _correct_step(memory: Memory, seen: Observation, slo: Slo, current: Limits, 
     predicted_s += memory.overhead_s
     if predicted_s <= 0:
         return memory
-    violated = judged(memory.itl, slo.itl)[0] is Judgement.VIOLATED
+    violated = judged(memory.itl, slo.itl, memory.changed_at_s)[0] is Judgement.VIOLATED
     ceiling = KAPPA_MAX_VIOLATED if violated else max(KAPPA_MAX, memory.kappa)
-    ratio = min(max(interval.itl_s / predicted_s, 1.0), ceiling)
+    # Well under the target there is nothing to tighten, and the histogram too coarse to learn from.
+    near = interval.itl_s > NEAR_TARGET * slo.itl.target_s
+    ratio = min(max(interval.itl_s / predicted_s, 1.0), ceiling) if near else 1.0
     gain = KAPPA_RISE if ratio > memory.kappa else KAPPA_FALL
     return replace(memory, kappa=max(1.0, memory.kappa * (ratio / memory.kappa) ** gain))
 

@@ -83,6 +83,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     tuned: Limits | None = None  # where the tuner stands; in force when it may act
     objective: int = 0  # fingerprint of targets and bounds
     sums: StepStatistics = StepStatistics()
+    sums_budget: int = 0  # maxBatchTokens under which the latest of them were made
     cost: StepCost | None = None
     kappa: float = 1.0
     queue_scale: float = 1.0

@@ -20,6 +20,11 @@ TTFT_STEP_SHARE = 0.25
 """With no ITL target, the share of the TTFT target that one step may take."""
 QUEUE_SHARE = 0.85
 SHRINK_MOST, GROW_MOST = 0.4, 1.5
+LEAST_BAD = 1.5
+"""Where no setting meets the ITL target, a step may take so many times what one request alone takes:
+smaller ones would hardly be quicker, and would serve far fewer requests."""
+USED_MOST = 2.0
+"""How far above the prefill that steps really carry the budget may grow: beyond is extrapolation."""
 LARGEST_QUEUE = 1_000_000_000
 
 
@@ -67,6 +72,8 @@ class Solution:
     """Target less margin and correction."""
     predicted_s: float
     """Of a full step at `max_batch_tokens`."""
+    least_bad: bool
+    """Not even one request alone is inside the target."""
 
 
 def point(memory: Memory) -> Point | None:
@@ -75,6 +82,11 @@ def point(memory: Memory) -> Point | None:
         return None
     load = memory.load
     return Point(memory.cost, load.decode_sequences, load.kv_tokens_per_sequence, memory.overhead_s)
+
+
+def alone_s(at: Point) -> float:
+    """The smallest useful step: one sequence decodes and a little of a prompt is computed."""
+    return at.seconds(SMALLEST_PREFILL, 1.0)
 
 
 def step_target_s(slo: Slo) -> float | None:
@@ -116,12 +128,19 @@ def solve(
         return None
     bounds = tuning.bounds
     allowed_s = (1 - MARGIN) * target_s / memory.kappa
+    least_bad = alone_s(at) > target_s
+    if least_bad:
+        allowed_s = LEAST_BAD * alone_s(at)
     decode = at.decode_sequences
     per_token_s = at.cost.per_prefill_token_s
     room_s = allowed_s - at.seconds(0)
     prefill = room_s / per_token_s if per_token_s > 0 else math.copysign(math.inf, room_s)
     wanted = min(max(prefill, SMALLEST_PREFILL) + decode, capacity.max_batch_tokens)
     trusted = wanted if free else _trusted(wanted, start.max_batch_tokens, decode)
+    used = USED_MOST * _prefill_of_a_step(memory) + decode
+    unused = trusted > max(used, start.max_batch_tokens)
+    if unused:
+        trusted = max(used, min(trusted, start.max_batch_tokens))
     smallest = max(bounds.max_batch_sequences.min or 1, 1)
     tokens = _clamp(
         on_grid(trusted),
@@ -129,19 +148,30 @@ def solve(
         capacity.max_batch_tokens,
         "maxBatchTokens",
     )
-    if not tokens.binding and trusted != wanted:
+    if not tokens.binding and unused:
+        tokens = Clamped(tokens.value, "steps carry too few prompt tokens to use, or to foresee, larger ones")
+    elif not tokens.binding and trusted != wanted:
         tokens = Clamped(tokens.value, f"one step of x{SHRINK_MOST:g} to x{GROW_MOST:g} at a time")
     full = max(0.0, tokens.value - decode)
     predicted_s = at.seconds(full)
     return Solution(
         max_batch_tokens=tokens,
-        max_batch_sequences=_sequences(at, allowed_s, bounds.max_batch_sequences, batching, tokens.value),
+        max_batch_sequences=_sequences(
+            at, None if least_bad else allowed_s, bounds.max_batch_sequences, batching, tokens.value
+        ),
         prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
         max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full),
         prefill_tokens=prefill,
         step_allowed_s=allowed_s,
         predicted_s=predicted_s,
+        least_bad=least_bad,
     )
+
+
+def _prefill_of_a_step(memory: Memory) -> float:
+    """Prompt tokens of the step that a prompt token is computed in, on average."""
+    sums = memory.sums
+    return sums.pp / sums.p if sums.p > 0 else 0.0
 
 
 def _trusted(wanted: float, now: int, decode: float) -> float:
@@ -164,14 +194,14 @@ def _clamp(value: int, bound: Bound, ceiling: int, name: str) -> Clamped:
     return Clamped(value, binding)
 
 
-def _sequences(at: Point, allowed_s: float, bound: Bound, batching: Batching, tokens: int) -> Clamped:
+def _sequences(at: Point, allowed_s: float | None, bound: Bound, batching: Batching, tokens: int) -> Clamped:
     """A safety limit: as many sequences as can decode inside the target, never fewer than decode now.
 
     It is no means to regulate latency: a tight cap only moves the wait in front of the first token.
     """
     most = min(batching.max_batch_sequences, batching.capacity_max_batch_sequences)
     binding = ""
-    if at.per_sequence_s > 0:
+    if at.per_sequence_s > 0 and allowed_s is not None:
         safe = math.floor((allowed_s - at.seconds(SMALLEST_PREFILL / 2, 0)) / at.per_sequence_s)
         safe = max(safe, math.ceil(at.decode_sequences), 1)
         # Far beyond what was seen the slope is a guess, and a guess must not close the door.
