@@ -129,8 +129,8 @@ async def prepare(session: Session, length_s: float, seed: int) -> tuple[Suited,
     for line in (
         f"prefill {speed.prefill_tokens_per_s:.0f} tokens/s, decode {speed.decode_tokens_per_s:.0f} tokens/s "
         f"with {speed.streams} streams (a step takes {table.milliseconds(speed.decode_step_s)})",
-        f"Targets that suit it: TTFT p95 {suited.ttft_ms} ms, ITL p95 {suited.itl_ms} ms. A step may then hold "
-        f"about {suited.fitting_tokens} prompt tokens beside the decodes",
+        f"Targets that suit it: TTFT p95 {suited.ttft_ms} ms, ITL p95 {suited.itl_ms} ms. "
+        f"A step may then hold about {suited.fitting_tokens} prompt tokens beside the decodes",
         f"Traffic that suits it: the Azure conversation trace thinned to {scale * traces.SHIPPED_SHARE:.0%}, "
         f"{len(arrivals)} requests in {length_s:.0f} s (time is not stretched),",
         f"prompts times {fit.prompt_factor:.2f} (up to {suited.max_prompt_tokens} tokens), "
@@ -223,7 +223,7 @@ def conclude(session: Session, act: Act) -> None:
         session.console.print("    none: the traffic ended before the tuner had seen enough", markup=False)
     if whole.client_too_slow:
         session.console.print(
-            "    Requests left late: this machine was too busy to send them on time. Read the figures with care",
+            "    Requests left late: this machine was too busy to send them on time. Read with care",
             markup=False,
         )
     session.console.print(

@@ -49,8 +49,11 @@ class WallClock:
         return time.monotonic()
 
 
-class NoReports:
-    """Nobody scrapes the controller here."""
+class LastReport:
+    """Remembers the tuner's last verdict; nobody scrapes the controller here."""
+
+    def __init__(self) -> None:
+        self.verdict = ""
 
     def read(self, key: Key, uid: str, generation: int) -> None:
         return
@@ -59,7 +62,7 @@ class NoReports:
         return
 
     def decided(self, verdict: str) -> None:
-        return
+        self.verdict = verdict
 
     def limits_not_taken(self) -> None:
         return
@@ -94,6 +97,7 @@ class OneMachine:
         self._host = host
         self._port = port
         self._on_event = on_event
+        self._report = LastReport()
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self._generation = 0
@@ -130,7 +134,7 @@ class OneMachine:
             images=Images(engine=ENGINE_IMAGE),
             clock=WallClock(),
             randomness=secrets.token_bytes,
-            reports=NoReports(),
+            reports=self._report,
         )
         self._queue = WorkQueue(self._work, chance=random.random, patience=_patience)
         await self._open_endpoint()
@@ -180,6 +184,11 @@ class OneMachine:
     def status(self) -> Mapping[str, Any]:
         """Its status, as the controller wrote it last."""
         return self._live().get("status") or {}
+
+    @property
+    def verdict(self) -> str:
+        """What the tuner decided last, in one word."""
+        return self._report.verdict
 
     def ready_pods(self) -> list[PodProcess]:
         """Pods that serve."""

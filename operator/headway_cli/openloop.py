@@ -65,7 +65,7 @@ async def replay(
                 session, endpoint, one.prompt, one.output_tokens,
                 exact_length=exact_length, timeout_s=timeout_s,
             )  # fmt: skip
-            record = Record(due_s=one.at_s, send_lag_s=max(0.0, lag_s), answer=answer)
+            record = Record(due_s=one.at_s, send_lag_s=lag_s, answer=answer)
             records.append(record)
             on_record(record)
 

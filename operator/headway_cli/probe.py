@@ -27,7 +27,7 @@ TARGET_STEPS = 4.5
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
 LONG_PROMPT_S = 1.0
 LONG_PROMPT_TARGETS = 5.0
-"""Long prompts take at least so long to prefill, and so many ITL targets: in one step they break the promise."""
+"""Long prompts take at least so long to prefill, and so many ITL targets: too much for one step."""
 
 
 @dataclass(frozen=True, slots=True)

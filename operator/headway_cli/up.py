@@ -223,7 +223,7 @@ class Session:
             elapsed_s=self._elapsed_s(),
             figures=self.figures,
             slo=self.machine.resource.slo,
-            verdict=str(tuning.get("verdict", "")),
+            verdict=self.machine.verdict,
             reason=str(tuning.get("message", "")),
             decisions=tuple(event_line(e) for e in self.events[-SHOWN_DECISIONS:]),
             traffic=self.traffic,

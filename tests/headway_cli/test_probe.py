@@ -1,0 +1,55 @@
+"""Targets and traffic follow from the measured speed, and suit it."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway_cli import probe
+from headway_cli.client import Endpoint
+from headway_cli.console import Failed
+from headway_cli.probe import Speed
+from support.openai_fake import fake_endpoint
+
+speeds = st.builds(
+    Speed,
+    prefill_tokens_per_s=st.floats(20, 200_000),
+    decode_step_s=st.floats(0.001, 1.0),
+)
+
+
+@given(speeds, st.sampled_from([512, 2048, 8192]), st.floats(0.1, 0.6), st.integers(4, 256))
+def test_targets_are_feasible_and_broken_by_a_whole_prompt(
+    speed: Speed, context: int, mean_share: float, sequences: int
+) -> None:
+    """With the chunk that fits, a step stays inside the ITL target; a long prompt in one step does not.
+
+    (Unless the context is too short for a prompt that long.)
+    """
+    suited = probe.suit(speed, context=context, mean_prompt_share=mean_share, max_sequences=sequences)
+    b, d = 1 / speed.prefill_tokens_per_s, speed.decode_step_s
+    assert d + b * (suited.fitting_tokens - 1) <= suited.itl_ms / 1000
+    if suited.max_prompt_tokens < context // 2:
+        assert d + b * suited.max_prompt_tokens > 1.2 * suited.itl_ms / 1000 or suited.itl_ms <= 20
+    assert suited.max_prompt_tokens + suited.max_output_tokens <= context
+    assert suited.ttft_ms / 1000 >= suited.max_prompt_tokens * b
+    demand = suited.requests_per_s * mean_share * suited.max_prompt_tokens
+    assert demand == pytest.approx(probe.PREFILL_SHARE * speed.prefill_tokens_per_s)
+
+
+async def test_measuring_gives_the_speed_of_an_endpoint() -> None:
+    """Positive, finite, from real answers; the fake waits 5 ms between tokens."""
+    async with fake_endpoint(gap_s=0.005) as fake:
+        speed = await probe.measure(Endpoint(fake.url, "fake"), Random(1), 200)
+        assert len(fake.bodies) == 1 + probe.PREFILLS + probe.STREAMS
+    assert speed.decode_step_s >= 0.004
+    assert speed.prefill_tokens_per_s > 0
+    assert speed.decode_tokens_per_s == pytest.approx(probe.STREAMS / speed.decode_step_s)
+
+
+async def test_an_endpoint_that_refuses_ends_the_measurement_with_its_words() -> None:
+    """Rather than with a division by zero."""
+    async with fake_endpoint(refuse_after=0) as fake:
+        with pytest.raises(Failed, match=r"429.*the queue is full"):
+            await probe.measure(Endpoint(fake.url, "fake"), Random(1), 200)
