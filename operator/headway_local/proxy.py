@@ -8,6 +8,7 @@ kube-proxy does in a cluster, TCP only.
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from headway_local.kube_api import KubeApi
@@ -28,9 +29,12 @@ class Forwarder:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> int:
-        """Listen; returns the port (useful with port 0)."""
-        self._server = await asyncio.start_server(self._accept, self._host, self._port)
+    async def start(self, listening: socket.socket | None = None) -> int:
+        """Listen, on a socket of the caller's where one is given; returns the port (useful with port 0)."""
+        if listening is not None:
+            self._server = await asyncio.start_server(self._accept, sock=listening)
+        else:
+            self._server = await asyncio.start_server(self._accept, self._host, self._port)
         self._port = int(self._server.sockets[0].getsockname()[1])
         return self._port
 
