@@ -83,6 +83,10 @@ class BlockPool:
         revived = sum(1 for block in hits if not self._references[block])
         return fresh + revived + spare <= self.free_blocks
 
+    def freed_by(self, sequence: Sequence, kept: list[int]) -> int:
+        """Blocks that releasing a sequence would free for others, those of `kept` not counted."""
+        return sum(1 for b in sequence.block_table if self._references[b] == 1 and b not in kept)
+
     def open(self, sequence: Sequence, hits: list[int]) -> None:
         """Give a sequence its first table: the hits, then fresh blocks for the rest of its known tokens."""
         if sequence.block_table:

@@ -101,6 +101,11 @@ class FairQueue:
                 return priority
         return None
 
+    @property
+    def several_classes(self) -> bool:
+        """Whether sequences of more than one class wait or run."""
+        return len(self._priorities) > 1
+
     def push(self, sequence: Sequence) -> None:
         """A new arrival joins the end of its tenant's queue."""
         klass = self._class(self.policy.class_of(sequence))

@@ -3,7 +3,8 @@
 One step: decodes first, then prompts that have begun, then waiting requests in fair order, up to
 `max_batch_tokens`; a prompt is cut into chunks of `prefill_chunk_tokens`. A request is admitted when room
 for all its known tokens is free, so running prompts never wait for blocks; only decodes grow, and when
-there is no block the cheapest sequence is preempted and computed again later.
+there is no block the cheapest sequence is preempted and computed again later. A request of a higher class
+that finds no slot or no blocks takes those of a lower one in the same way.
 
 Always true, after every call: running sequences hold blocks and waiting ones hold none; every admitted
 request gets exactly one Finished; some sequence makes progress in every step.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from headway_engine.backlog import Backlog
 from headway_engine.blocks import BlockPool
 from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
-from headway_engine.preemption import SKIP_WINDOW, Patience, choose_victim
+from headway_engine.preemption import SKIP_WINDOW, Patience, choose_displaced, choose_victim
 from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.rates import PrefillPace, TokenRates
 from headway_engine.sequence import (
@@ -207,6 +208,8 @@ class Scheduler:
         plan = _Plan(self._limits.max_batch_tokens, now_s)
         self._plan_running(plan)
         if not plan.preempted:
+            self._plan_displacing(plan)
+        if not plan.preempted:
             self._plan_waiting(plan)
         if not plan.chunks:
             return None
@@ -286,6 +289,32 @@ class Scheduler:
                 self._queue.charge(chunk.sequence, OUTPUT_WEIGHT)
             if crowded:
                 self._running[chunk.sequence.id] = self._running.pop(chunk.sequence.id)
+
+    def _plan_displacing(self, plan: _Plan) -> None:
+        """Let the next one in where lower classes hold its slot or its blocks; one a step, to go slow."""
+        most = self._limits.max_batch_sequences
+        by_batch = self._limits.mode is not BatchingMode.CONTINUOUS
+        if by_batch or not self._queue.several_classes or not 0 < len(self._running) <= most:
+            return
+        sequence = self._queue.take(plan.now_s)
+        if sequence is None:
+            return
+        hits = self.pool.match(sequence)
+
+        def enough(gone: list[Sequence]) -> bool:
+            spare = self._spare_blocks if len(gone) < len(self._running) else 0
+            freed = sum(self.pool.freed_by(s, hits) for s in gone)
+            return len(self._running) - len(gone) < most and self.pool.fits(sequence, hits, spare - freed)
+
+        victims: list[Sequence] = []
+        if not enough([]):
+            victims = choose_displaced(self._running.values(), sequence, self._policy.class_of, enough)
+        if not victims:
+            self._queue.put_back([sequence])
+            return
+        for victim in victims:
+            self._preempt(victim, plan)
+        self._start(sequence, hits, plan)
 
     def _plan_waiting(self, plan: _Plan) -> None:
         """Admit waiting requests, in fair order, while tokens, slots and blocks last."""

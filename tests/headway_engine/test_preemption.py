@@ -7,6 +7,7 @@ from headway_engine.preemption import (
     SKIP_ADMISSIONS,
     SKIP_AGE_S,
     Patience,
+    choose_displaced,
     choose_victim,
 )
 from headway_engine.sequence import Sequence
@@ -51,6 +52,37 @@ WORN = MAX_PREEMPTIONS
 def test_the_one_that_gives_way_is(running: list[Sequence], victim: str) -> None:
     """`a` is always the one that wants a block."""
     assert choose_victim(running, running[0], lambda s: s.request.priority).id == victim
+
+
+@pytest.mark.parametrize(
+    ("running", "needed", "displaced"),
+    [
+        ([runner("a", 9), runner("b", 4), runner("c", 7)], 1, ["b"]),
+        ([runner("a", 9), runner("b", 4), runner("c", 7)], 2, ["b", "c"]),
+        ([runner("a", 9), runner("b", 4), runner("c", 7, priority=-1)], 2, ["c", "b"]),
+        ([runner("a", 9), runner("b", 4, priority=5)], 1, ["a"]),
+        ([runner("a", 9), runner("b", 4, priority=5)], 2, []),
+        ([runner("a", 9), runner("b", 4, preemptions=WORN)], 1, ["a"]),
+        ([runner("a", 9, preemptions=WORN)], 1, []),
+    ],
+    ids=[
+        "the cheapest",
+        "as many as are needed",
+        "the lowest class first",
+        "nobody of the same class",
+        "nobody when it would not help",
+        "nobody that had to so often",
+        "nobody at all if all had to so often",
+    ],
+)
+def test_a_newcomer_of_class_five_displaces(
+    running: list[Sequence], needed: int, displaced: list[str]
+) -> None:
+    newcomer = runner("new", 0, priority=5)
+    chosen = choose_displaced(
+        running, newcomer, lambda s: s.request.priority, lambda gone: len(gone) >= needed
+    )
+    assert [s.id for s in chosen] == displaced
 
 
 def test_one_that_does_not_fit_is_passed_until_its_age_limit() -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from headway_engine.protocol import Capacity, Limits
+from headway_engine.preemption import MAX_PREEMPTIONS
+from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.sequence import FinishReason, Rejected, RejectReason, SampledToken, Sequence, Status, Step
 from headway_engine.tenants import Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, expected_output, some_limits
@@ -395,6 +396,93 @@ def test_a_sequence_that_was_planned_and_then_preempted_is_not_in_the_step() -> 
         assert step is not None
     assert shape(step)[0][0] == "wants"
     assert len(step.chunks) == 1
+    drive.run()
+    drive.assert_all_ended_right()
+
+
+def test_a_higher_class_takes_a_slot_of_a_lower_one_in_the_next_step() -> None:
+    drive = a_drive(max_batch_sequences=2)
+    drive.submit(a_request("low0", 8, max_tokens=30), a_request("low1", 12, max_tokens=30))
+    drive.step()
+    drive.submit(a_request("high", 8, priority=1))
+    assert [id for id, _, _ in shape(drive.step())] == ["low1", "high"]
+    drive.run()
+    assert drive.scheduler.preemptions_total == 1
+    drive.assert_all_ended_right()
+
+
+def test_a_higher_class_takes_blocks_of_lower_ones_but_no_more_than_it_needs() -> None:
+    drive = a_drive(a_capacity(kv_blocks=16))
+    drive.submit(*(a_request(f"low{i}", 12, max_tokens=9) for i in range(4)))
+    drive.step()
+    drive.submit(a_request("high", 22, max_tokens=2, priority=1))
+    assert "high" in {id for id, _, _ in shape(drive.step())}
+    assert drive.scheduler.preemptions_total == 2
+    drive.run()
+    drive.assert_all_ended_right()
+
+
+def test_nobody_is_displaced_for_one_that_would_not_fit_all_the_same() -> None:
+    drive = a_drive(a_capacity(kv_blocks=16))
+    drive.submit(a_request("peer", 30, max_tokens=20, priority=1), a_request("low", 12, max_tokens=4))
+    drive.step()
+    drive.submit(a_request("high", 40, max_tokens=2, priority=1))
+    drive.step()
+    assert drive.scheduler.preemptions_total == 0
+
+
+def test_equals_do_not_displace_each_other() -> None:
+    drive = a_drive(max_batch_sequences=1)
+    drive.submit(a_request("first", 8, max_tokens=30), a_request("second", 8))
+    drive.run()
+    assert drive.scheduler.preemptions_total == 0
+
+
+def test_a_batch_that_runs_to_its_end_is_not_displaced() -> None:
+    limits = some_limits(mode=BatchingMode.DYNAMIC, max_batch_sequences=1)
+    drive = Drive(limits=limits)
+    drive.submit(a_request("low", 8, max_tokens=9))
+    drive.step()
+    drive.submit(a_request("high", 8, priority=9))
+    drive.run()
+    assert drive.scheduler.preemptions_total == 0
+    assert drive.started_s["high"] >= drive.token_s["low"][-1]
+
+
+def test_a_low_class_under_a_stream_of_higher_ones_is_slowed_and_not_stopped() -> None:
+    drive = a_drive(max_batch_sequences=1)
+    drive.submit(a_request("low", 8, max_tokens=30))
+    drive.step()
+    turns = 0
+    while "low" not in drive.ended:
+        if turns % 5 == 0:
+            drive.submit(a_request(f"high{turns}", 8, max_tokens=3, priority=1))
+        drive.step()
+        turns += 1
+        assert turns < 200
+    assert drive.scheduler.preemptions_total == MAX_PREEMPTIONS
+
+
+def test_a_lowered_cap_drains_even_when_a_higher_class_waits() -> None:
+    drive = a_drive()
+    drive.submit(*(a_request(f"low{i}", 8, max_tokens=9) for i in range(4)))
+    drive.step()
+    drive.scheduler.set_limits(some_limits(max_batch_sequences=2))
+    drive.submit(a_request("high", 8, priority=1))
+    drive.step()
+    assert (drive.scheduler.running, drive.scheduler.preemptions_total) == (4, 0)
+
+
+def test_giving_one_up_ends_it_with_an_error_and_leaves_its_step_usable() -> None:
+    drive = a_drive()
+    drive.submit(a_request("poisoned"), a_request("fine"))
+    step = drive.plan()
+    assert step is not None
+    drive.note(drive.scheduler.give_up("poisoned", "its logits are not numbers"))
+    drive.commit(step)
+    assert drive.ended == {"poisoned": FinishReason.ERROR}
+    assert drive.messages["poisoned"] == "its logits are not numbers"
+    assert drive.scheduler.give_up("poisoned", "again") == ()
     drive.run()
     drive.assert_all_ended_right()
 
