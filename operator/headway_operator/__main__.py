@@ -251,6 +251,9 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    if settings.log_level != "debug":
+        # kopf says that it called us, for every event of every pod.
+        logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         return asyncio.run(serve(settings))
     except LoginFailed as error:

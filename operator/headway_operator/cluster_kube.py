@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -38,14 +39,19 @@ class LoginFailed(Exception):
 Login = Configuration
 
 
-async def log_in(context: str | None = None) -> Login:
-    """Credentials from the pod's service account, else from the kubeconfig. A token stays fresh by itself."""
+async def log_in(kubeconfig: Path | None = None) -> Login:
+    """Credentials from the kubeconfig that is named, or the pod's service account, or the user's kubeconfig.
+
+    A token stays fresh by itself. LoginFailed where none of them can be read.
+    """
     configuration = Configuration()
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
     try:
-        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        if kubeconfig is None and in_pod:
             load_incluster_config(client_configuration=configuration)
         else:
-            await load_kube_config(context=context, client_configuration=configuration)
+            path = str(kubeconfig) if kubeconfig else None
+            await load_kube_config(config_file=path, client_configuration=configuration)
     except (ConfigException, OSError) as error:
         raise LoginFailed(f"no way to log in to a cluster: {error}") from error
     return configuration
@@ -59,9 +65,9 @@ class BearerToken:
     token: str
 
 
-def bearer_token(configuration: Login) -> BearerToken | None:
+async def bearer_token(configuration: Login) -> BearerToken | None:
     """The token in force now (a rotated file is read again here), or None for client certificates."""
-    header = configuration.get_api_key_with_prefix("BearerToken")
+    header = await configuration.get_api_key_with_prefix("BearerToken")
     if not header:
         return None
     scheme, _, token = header.strip().rpartition(" ")

@@ -5,6 +5,7 @@ means "look at this key"; what is true is read from the API by the reconciler.
 """
 
 import asyncio
+import datetime
 import hashlib
 import json
 import logging
@@ -20,6 +21,8 @@ from headway_operator.resource import GROUP, PLURAL, VERSION
 Key = tuple[str, str]
 
 RECONNECT_S = 1.0
+LOGIN_AGAIN_S = 5.0
+NEVER = datetime.timedelta(days=3650)
 BACKOFFS_S = (0.2, 0.5, 1.0, 2.0, 3.0) + (5.0,) * 10
 """After the last of these kopf gives up and the process ends. Recovery after an outage takes at most 5 s."""
 
@@ -65,11 +68,13 @@ def registry(
     """Handlers that call `changed` for every key to look at and `delivered` for every generation seen."""
     handlers = kopf.OperatorRegistry()
     fingerprints = Fingerprints()
+    pace = _Pace(LOGIN_AGAIN_S)
 
-    @kopf.on.login(registry=handlers)
+    @kopf.on.login(registry=handlers, backoff=LOGIN_AGAIN_S)
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
-        """Our own login; asked again when the API server says 401."""
-        return connection(login)
+        """Our own login; asked again, not too often, when the API server says 401."""
+        await pace.wait()
+        return await connection(login)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
     async def resource_event(body: Mapping[str, Any], type: str | None, **_: Any) -> None:
@@ -91,9 +96,27 @@ def registry(
     return handlers
 
 
-def connection(login: Login) -> kopf.ConnectionInfo:
-    """The official client's credentials in kopf's words."""
-    token = bearer_token(login)
+class _Pace:
+    """Lets the first caller through at once and every later one `every_s` after the one before."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._next_s = 0.0
+
+    async def wait(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        start_s = max(now_s, self._next_s)
+        self._next_s = start_s + self._every_s
+        await asyncio.sleep(start_s - now_s)
+
+
+async def connection(login: Login) -> kopf.ConnectionInfo:
+    """The official client's credentials in kopf's words.
+
+    Each call gives another expiration, so that kopf takes the same token once more: it ends the process
+    when credentials it has seen refused come again, and a 401 may be the API server's passing trouble.
+    """
+    token = await bearer_token(login)
     return kopf.ConnectionInfo(
         server=login.host,
         ca_path=login.ssl_ca_cert,
@@ -102,6 +125,7 @@ def connection(login: Login) -> kopf.ConnectionInfo:
         token=token.token if token else None,
         certificate_path=login.cert_file,
         private_key_path=login.key_file,
+        expiration=datetime.datetime.now(datetime.UTC) + NEVER,
     )
 
 

@@ -116,7 +116,8 @@ class Schedule:
 
     def late_s(self, now_s: float) -> float:
         """How long the key that waits longest has been due and not been started."""
-        return max((now_s - w.due_s for k, w in self._waiting.items() if k not in self._running), default=0.0)
+        due_s = self.next_due_s()
+        return 0.0 if due_s is None else max(0.0, now_s - due_s)
 
     def longest_run_s(self, now_s: float) -> float:
         """How long the slowest work now running has taken."""

@@ -7,7 +7,7 @@ The real API server remains the judge (tests/cluster); this one is for speed and
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class FakeCluster:
     changed: Callable[[Manifest], None] = lambda manifest: None
     _objects: dict[Identity, Manifest] = field(default_factory=dict)
     _declared: dict[tuple[Identity, str], Manifest] = field(default_factory=dict)
-    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _call_number: int = 0
 
     # The Cluster protocol.
@@ -137,14 +137,14 @@ class FakeCluster:
                 return copy.deepcopy(found)
         return None
 
-    def all(self, kind: str | None = None) -> list[Manifest]:
+    def all(self, kind: str | None = None) -> Sequence[Manifest]:
         """Every stored object (of a kind), not counted as a call."""
         return [
             copy.deepcopy(found) for key, found in sorted(self._objects.items()) if kind in (None, key[1])
         ]
 
     @property
-    def writes(self) -> list[Call]:
+    def writes(self) -> Sequence[Call]:
         """Requests that write, whether or not they changed anything: what an audit log would show."""
         return [call for call in self.calls if call.verb not in ("get", "list")]
 
