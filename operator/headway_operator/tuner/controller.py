@@ -6,7 +6,7 @@ Kubernetes.
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
@@ -60,13 +60,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What should be in force, and why. `recommended` is set where it differs from `limits` (Recommend)."""
+    """What should be in force, and why. `recommended` is set where it differs from `limits` (Recommend).
+
+    `at_s` is the time that it was made at, on the clock that `decide` was given.
+    """
 
     limits: Limits
     verdict: Verdict
     state: State
     reason: str
     memory: Memory
+    at_s: float = 0.0
     changes: tuple[Change, ...] = ()
     recommended: Limits | None = None
     feasibility: Feasibility = Feasibility.UNKNOWN
@@ -89,6 +93,20 @@ def decide(
     `current` is what the engines report, `capacity` what one of them reserved. `observation` is None
     when no pod could be scraped, which is not the same as no traffic.
     """
+    decision = _decide(slo, tuning, batching, capacity, current, memory, observation, now_s)
+    return replace(decision, at_s=now_s)
+
+
+def _decide(
+    slo: Slo,
+    tuning: Tuning,
+    batching: Batching,
+    capacity: Capacity,
+    current: Limits,
+    memory: Memory,
+    observation: Observation | None,
+    now_s: float,
+) -> Decision:
     # 1. Take over what the user edited.
     memory, edits, free = _adopt(slo, tuning, batching, capacity, memory)
     if tuning.mode is TuningMode.OFF:
@@ -122,7 +140,7 @@ TUNABLES: dict[str, str] = {
     "max_batch_tokens": "maxBatchTokens",
     "max_batch_sequences": "maxBatchSequences",
     "prefill_chunk_tokens": "prefillChunkTokens",
-    "max_queued_tokens": "queue.maxTokens",
+    "max_queued_tokens": "maxQueuedTokens",
 }
 """Fields of Limits that the tuner moves, with their names in the resource."""
 

@@ -54,7 +54,7 @@ def _model(slo: Slo, memory: Memory) -> str:
     words = step_in_words(at.cost, at.decode_sequences, at.kv_tokens_per_sequence, at.overhead_s)
     words += f"; target {span(target_s)}"
     if alone_s(at) > target_s:
-        return f"{words}, which not even one request alone meets: a step may take {LEAST_BAD:g} times as long as that"
+        return f"{words}, which not even one request alone meets: a step may take {LEAST_BAD:g} times as long"
     if slo.itl is None:
         words += f" ({TTFT_STEP_SHARE:.0%} of the TTFT target)"
     words += f" less {MARGIN * 100:.0f} %"
