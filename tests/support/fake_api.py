@@ -1,4 +1,4 @@
-"""A small HTTP server with the manners of a Kubernetes API server: discovery, list, watch, and canned answers.
+"""A small HTTP server with the manners of a Kubernetes API server: discovery, list, watch, canned answers.
 
 It judges nothing; tests look at what was asked (`requests`) and decide what is answered (`answers`, or the
 objects of `lists`). For the truth about the API there is the real server in the cluster tests.
@@ -139,19 +139,23 @@ class FakeApi:
         await response.prepare(request)
         queue: asyncio.Queue[Json] = asyncio.Queue()
         self._watchers.setdefault(plural, set()).add(queue)
-        stopping = asyncio.ensure_future(self.stopping.wait())
         try:
-            while not self.stopping.is_set():
-                event = asyncio.ensure_future(queue.get())
-                await asyncio.wait({event, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():
-                    event.cancel()
-                    break
-                await response.write(json.dumps(event.result()).encode() + b"\n")
+            while (event := await self._next(queue)) is not None:
+                await response.write(json.dumps(event).encode() + b"\n")
         finally:
-            stopping.cancel()
             self._watchers[plural].discard(queue)
         return response
+
+    async def _next(self, queue: asyncio.Queue[Json]) -> Json | None:
+        """The next event; None when the server stops."""
+        event = asyncio.ensure_future(queue.get())
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({event, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return event.result() if event.done() else None
+        finally:
+            event.cancel()
+            stopping.cancel()
 
 
 def _kinds(path: str) -> Json:
