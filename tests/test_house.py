@@ -74,3 +74,18 @@ def test_the_four_packages_import_without_torch_where_they_must() -> None:
         [importlib.import_module("sys").executable, "-c", code], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_map_shows_every_module() -> None:
+    """docs/architecture.md lists every module; `python tools/file_tree.py` brings it up to date."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    packages = [f"{ROOT}/operator/headway_{n}" for n in ("operator", "local", "cli")] + [
+        f"{ROOT}/engine/headway_engine"
+    ]
+    missing = [
+        str(path.relative_to(ROOT))
+        for package in packages
+        for path in Path(package).rglob("*.py")
+        if path.name != "__init__.py" and f"`{path.relative_to(package)}`" not in page
+    ]
+    assert missing == []

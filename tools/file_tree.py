@@ -1,4 +1,4 @@
-"""Rewrites the file tree of docs/architecture.md: a line per module, from the first sentence of its docstring.
+"""Rewrites the file tree of docs/architecture.md: a line per module, the first sentence of its docstring.
 
     python tools/file_tree.py
 
