@@ -15,12 +15,11 @@ The clock is an argument. Knows nothing of torch, HTTP, or how a step is compute
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway_engine.backlog import Backlog
 from headway_engine.blocks import BlockPool
-from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
-from headway_engine.preemption import SKIP_WINDOW, Patience, choose_displaced, choose_victim
+from headway_engine.preemption import SKIP_WINDOW, choose_displaced, choose_victim
 from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.rates import PrefillPace, TokenRates
+from headway_engine.roster import Roster
 from headway_engine.sequence import (
     Chunk,
     Event,
@@ -75,21 +74,15 @@ class Scheduler:
     ) -> None:
         self.capacity = capacity
         self.pool = BlockPool(capacity.kv_blocks, capacity.block_tokens, prefix_caching)
-        self.preemptions_total = 0
         self.prefix_hit_tokens_total = 0
         self._limits = limits
         self._policy = tenants or TenantPolicy()
-        self._queue = FairQueue(self._policy)
-        self._backlog = Backlog()
-        self._sequences: dict[RequestId, Sequence] = {}  # waiting and running
-        self._running: dict[
-            RequestId, Sequence
-        ] = {}  # in order of admission; rotated when a step is too small
-        self._patience = Patience()
+        self._roster = Roster(self.pool, self._policy)
+        self._queue = self._roster.queue
+        self._backlog = self._roster.backlog
+        self._running = self._roster.running
         self._rates = TokenRates(self._policy)
         self._pace = PrefillPace()
-        self._unannounced: set[RequestId] = set()  # admitted, but no step of theirs is committed yet
-        self._admissions = 0
         self._step: Step | None = None
         self._step_began_s = 0.0
         self._draining = False
@@ -115,7 +108,12 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are admitted and not computed: of waiting requests and of prompts under way."""
-        return self._backlog.tokens + self._prefill_tokens()
+        return self._backlog.tokens + self._roster.prefill_tokens
+
+    @property
+    def preemptions_total(self) -> int:
+        """How often a running sequence gave its blocks up."""
+        return self._roster.preemptions_total
 
     @property
     def draining(self) -> bool:
@@ -123,12 +121,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError, with words, unless the bookkeeping is consistent (for tests)."""
-        self.pool.check(self._sequences.values())
-        for s in self._sequences.values():
-            expected = Status.RUNNING if s.id in self._running else Status.WAITING
-            assert s.status is expected, f"{s.id} is {s.status}, expected {expected}"
-            assert s.status is Status.RUNNING or not s.block_table, f"{s.id} waits and holds {s.block_table}"
-        assert len(self._queue) + len(self._running) == len(self._sequences), "waiting + running is not all"
+        self._roster.check()
 
     # Commands.
 
@@ -146,7 +139,7 @@ class Scheduler:
 
     def admit(self, request: Request, now_s: float) -> Sequence | Rejected:
         """Queue a request, or say why not. Its id must be new."""
-        if request.id in self._sequences:
+        if request.id in self._roster.sequences:
             raise ValueError(f"request {request.id} is known already")
         if self._draining:
             return Rejected(request.id, RejectReason.DRAINING, "the engine is shutting down")
@@ -158,7 +151,7 @@ class Scheduler:
             request,
             self._limits,
             self._policy.of(request.tenant),
-            self._prefill_tokens(),
+            self._roster.prefill_tokens,
             self._limits.max_batch_sequences - len(self._running),
         )
         if refusal:
@@ -170,21 +163,18 @@ class Scheduler:
                 spent = f"tenant {request.tenant!r} has spent its tokens_per_s"
                 return Rejected(request.id, RejectReason.QUEUE_FULL, spent, retry_s)
             self._rates.spend(request.tenant, len(request.prompt), now_s)
-        self._admissions += 1
-        sequence = Sequence(request, list(request.prompt), order=self._admissions)
-        self._sequences[sequence.id] = sequence
-        self._backlog.add(sequence)
-        self._queue.push(sequence)
+        sequence = Sequence(request, list(request.prompt))
+        self._roster.join(sequence)
         return sequence
 
     def abort(self, request_id: RequestId, now_s: float) -> tuple[Event, ...]:
         """Forget a request wherever it is; its blocks are free when this returns. Unknown ids are fine."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.sequences.get(request_id)
         return (self._finish(sequence, FinishReason.ABORT),) if sequence else ()
 
     def give_up(self, request_id: RequestId, message: str) -> tuple[Event, ...]:
         """End one sequence as failed, and only it: one that poisons a step, say, before the step's commit."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.sequences.get(request_id)
         return (self._finish(sequence, FinishReason.ERROR, message),) if sequence else ()
 
     def expire(self, now_s: float) -> tuple[Event, ...]:
@@ -246,8 +236,8 @@ class Scheduler:
             sequence.computed = before + chunk.length
             if before // self.pool.block_tokens != sequence.computed // self.pool.block_tokens:
                 self.pool.publish(sequence, before)
-            if sequence.id in self._unannounced:
-                self._unannounced.discard(sequence.id)
+            if sequence.id in self._roster.unannounced:
+                self._roster.unannounced.discard(sequence.id)
                 self.prefix_hit_tokens_total += sequence.cached_prompt_tokens
                 events.append(Started(sequence.id, sequence.cached_prompt_tokens))
             if chunk.samples:
@@ -286,9 +276,9 @@ class Scheduler:
                 plan.add(sequence, length)
         for chunk in plan.chunks.values():
             if chunk.samples:
-                self._queue.charge(chunk.sequence, OUTPUT_WEIGHT)
+                self._roster.charge_output(chunk.sequence)
             if crowded:
-                self._running[chunk.sequence.id] = self._running.pop(chunk.sequence.id)
+                self._roster.rotate(chunk.sequence)
 
     def _plan_displacing(self, plan: _Plan) -> None:
         """Let the next one in where lower classes hold its slot or its blocks; one a step, to go slow."""
@@ -319,8 +309,7 @@ class Scheduler:
     def _plan_waiting(self, plan: _Plan) -> None:
         """Admit waiting requests, in fair order, while tokens, slots and blocks last."""
         limits = self._limits
-        resuming = len(self._queue) > self._backlog.requests
-        under_way = bool(self._running) or resuming
+        under_way = bool(self._running) or self._roster.resuming
         by_batch = limits.mode is not BatchingMode.CONTINUOUS
         if not under_way:
             oldest = self._backlog.oldest()
@@ -336,33 +325,24 @@ class Scheduler:
             hits = self.pool.match(sequence)
             if self.pool.fits(sequence, hits, self._spare_blocks if self._running else 0):
                 self._start(sequence, hits, plan)
-                self._patience.count_admission(passed)
+                self._roster.patience.count_admission(passed)
                 continue
             passed.append(sequence)
-            if not self._patience.may_pass(sequence, plan.now_s) or len(passed) > SKIP_WINDOW:
+            if not self._roster.patience.may_pass(sequence, plan.now_s) or len(passed) > SKIP_WINDOW:
                 break
         self._queue.put_back(passed)
 
     def _start(self, sequence: Sequence, hits: list[int], plan: _Plan) -> None:
-        """A waiting sequence runs: blocks for all its known tokens, and a chunk if the step has room."""
-        self.pool.open(sequence, hits)
-        sequence.status = Status.RUNNING
-        self._running[sequence.id] = sequence
-        self._queue.admitted(sequence)
-        self._patience.forget(sequence)
-        if self._backlog.remove(sequence):
-            sequence.first_scheduled_s = plan.now_s
-            sequence.cached_prompt_tokens = sequence.computed
-            self._unannounced.add(sequence.id)
-            self._queue.charge(sequence, PROMPT_WEIGHT * (sequence.prompt_len - sequence.computed))
+        """A waiting sequence runs, with a chunk in this step if there is room."""
+        self._roster.start(sequence, hits, plan.now_s)
         if plan.budget:
             plan.add(sequence, min(sequence.remaining, self._chunk_cap(), plan.budget))
             if plan.chunks[sequence.id].samples:
-                self._queue.charge(sequence, OUTPUT_WEIGHT)
+                self._roster.charge_output(sequence)
 
     def _chunk_cap(self) -> int:
         """Prompt tokens that one sequence may have in a step; a lone request disturbs nobody."""
-        if len(self._sequences) == 1:
+        if len(self._roster.sequences) == 1:
             return self._limits.max_batch_tokens
         return self._limits.prefill_chunk_tokens
 
@@ -379,10 +359,6 @@ class Scheduler:
             ),
         )
 
-    def _prefill_tokens(self) -> int:
-        """Prompt tokens of running sequences that are still to be computed."""
-        return sum(max(0, s.prompt_len - s.computed) for s in self._running.values())
-
     # Preemption.
 
     def _make_room(self, sequence: Sequence, tokens: int, plan: _Plan) -> bool:
@@ -397,13 +373,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: _Plan) -> None:
         plan.drop(victim)
         plan.preempted = True
-        self.pool.release(victim)
-        del self._running[victim.id]
-        victim.computed = 0
-        victim.status = Status.WAITING
-        victim.preemptions += 1
-        self.preemptions_total += 1
-        self._queue.push_preempted(victim)
+        self._roster.preempt(victim)
 
     # Endings.
 
@@ -423,17 +393,7 @@ class Scheduler:
             events.append(self._finish(sequence, FinishReason.LENGTH))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
-        """The one way out, from every state."""
-        del self._sequences[sequence.id]
-        if self._running.pop(sequence.id, None) is None:
-            self._queue.remove(sequence)
-            self._backlog.remove(sequence)
-        self._queue.leave(sequence)
-        self.pool.release(sequence)
-        self._patience.forget(sequence)
-        self._unannounced.discard(sequence.id)
-        sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
+        self._roster.finish(sequence, reason)
         return Finished(sequence.id, reason, message)
 
     def _close(self, step: Step) -> None:

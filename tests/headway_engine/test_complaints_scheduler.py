@@ -51,7 +51,7 @@ def test_every_decoder_gets_a_token_in_every_step_that_reads_a_prompt() -> None:
     """Row 2."""
     drive = with_decoders(8, max_batch_tokens=32, prefill_chunk_tokens=8)
     drive.submit(a_request("long", 200))
-    while drive.scheduler._sequences["long"].output_len == 0:
+    while drive.scheduler._roster.sequences["long"].output_len == 0:
         step = drive.step()
         assert step is not None
         assert (step.decode_sequences, step.prefill_tokens > 0) == (8, True)
@@ -151,7 +151,7 @@ def test_a_preempted_request_goes_on_before_newer_ones_of_its_class() -> None:
     while drive.scheduler.preemptions_total == 0:
         drive.step()
     drive.submit(*(a_request(f"new{i}", 3, max_tokens=2) for i in range(5)))
-    preempted = next(s for s in drive.scheduler._sequences.values() if s.preemptions)
+    preempted = next(s for s in drive.scheduler._roster.sequences.values() if s.preemptions)
     while preempted.computed == 0:
         assert not any(id.startswith("new") for id in drive.started_s)
         drive.step()
@@ -230,7 +230,7 @@ def test_a_request_can_be_aborted_in_every_state(state: str) -> None:
             while len(drive.output["target"]) < 3:
                 drive.step()
         case "preempted":
-            while drive.scheduler._sequences["target"].preemptions == 0:
+            while drive.scheduler._roster.sequences["target"].preemptions == 0:
                 drive.step()
         case "ended":
             while "target" not in drive.ended:
@@ -238,7 +238,7 @@ def test_a_request_can_be_aborted_in_every_state(state: str) -> None:
     if state in {"in a step for the first time", "in mid-prefill", "decoding"}:
         assert drive.scheduler.pool.used_blocks > held
     drive.abort("target")
-    others = drive.scheduler._sequences["other"]
+    others = drive.scheduler._roster.sequences["other"]
     assert drive.scheduler.pool.used_blocks == len(others.block_table)
     if step is not None:
         drive.commit(step)
@@ -294,7 +294,7 @@ def test_a_request_is_not_preempted_again_and_again() -> None:
     drive.submit(*(a_request(f"r{i}", 4, max_tokens=30) for i in range(12)))
     while drive.scheduler.running or drive.scheduler.waiting:
         drive.step()
-        worst = max([worst, *(s.preemptions for s in drive.scheduler._sequences.values())])
+        worst = max([worst, *(s.preemptions for s in drive.scheduler._roster.sequences.values())])
     drive.assert_all_ended_right()
     assert 0 < worst <= preemption.MAX_PREEMPTIONS + 1
 
@@ -308,7 +308,7 @@ def test_the_victim_is_the_cheapest_and_not_the_newest() -> None:
     drive.submit(a_request("newest", 24, max_tokens=30))
     while drive.scheduler.preemptions_total == 0:
         drive.step()
-    assert drive.scheduler._sequences["cheap"].preemptions == 1
+    assert drive.scheduler._roster.sequences["cheap"].preemptions == 1
     drive.run()
     drive.assert_all_ended_right()
 

@@ -295,7 +295,7 @@ def test_the_order_is_that_of_the_slow_obvious_queue(data: st.DataObject) -> Non
 
 def served_cost(drive: Drive, tenant: str) -> int:
     """Weighted tokens that were computed for a tenant: prompts as far as they are, and outputs."""
-    running = drive.scheduler._running
+    running = drive.scheduler._roster.running
     prompts = outputs = 0
     for id, request in drive.requests.items():
         if request.tenant == tenant:
@@ -308,9 +308,8 @@ def served_cost(drive: Drive, tenant: str) -> int:
 
 
 def waits(drive: Drive, tenant: str) -> bool:
-    return any(
-        s.status is Status.WAITING and s.request.tenant == tenant for s in drive.scheduler._sequences.values()
-    )
+    present = drive.scheduler._roster.sequences.values()
+    return any(s.status is Status.WAITING and s.request.tenant == tenant for s in present)
 
 
 @settings(max_examples=30, deadline=None)

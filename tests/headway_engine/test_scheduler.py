@@ -359,7 +359,7 @@ def test_the_one_that_wants_a_block_gives_way_itself_when_it_is_the_lowest() -> 
     while drive.scheduler.preemptions_total == 0:
         step = drive.step()
     assert [id for id, _, _ in shape(step)] == ["high"]
-    assert drive.scheduler._sequences["low"].status is Status.WAITING
+    assert drive.scheduler._roster.sequences["low"].status is Status.WAITING
     drive.run()
     drive.assert_all_ended_right()
 
