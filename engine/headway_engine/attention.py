@@ -8,7 +8,7 @@ context in the cache. Knows nothing of sequences, requests or sampling.
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,9 +66,27 @@ class PrefillChunk:
     blocks: torch.Tensor  # [ceil((start + length) / block_tokens)]
 
 
+class PagedBatch(Protocol):
+    """Whose tokens a step holds, and a way to attend with them."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [1, heads, tokens, width]
+        key: torch.Tensor,  # [1, kv_heads, tokens, width]
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Write the step's keys and values into `layer`, then attend; [tokens, heads, value_width]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class PagedBatch:
-    """Whose tokens a step holds. The first `decodes` rows are one token each of as many sequences."""
+class PaddedBatch:
+    """Attention by torch alone: decodes padded to the longest in one call, chunks one by one.
+
+    The first `decodes` rows are one token each of as many sequences.
+    """
 
     cache: KeyValueCache
     row_blocks: torch.Tensor  # [tokens] block that takes each token's keys and values
@@ -80,6 +98,51 @@ class PagedBatch:
     @property
     def decodes(self) -> int:
         return self.decode_tables.shape[0]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """See PagedBatch."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.row_blocks, :, self.row_offsets] = key[0].transpose(0, 1).to(keys.dtype)
+        values[self.row_blocks, :, self.row_offsets] = value[0].transpose(0, 1).to(values.dtype)
+        heads, tokens = query.shape[1], query.shape[2]
+        grouped = heads != keys.shape[1]
+        out = query.new_empty((tokens, heads, values.shape[-1]))
+        if decodes := self.decodes:
+            out[:decodes] = sdpa(
+                query[0, :, :decodes].transpose(0, 1).unsqueeze(2),
+                _gather(keys, self.decode_tables),
+                _gather(values, self.decode_tables),
+                attn_mask=self.decode_mask,
+                scale=scaling,
+                enable_gqa=grouped,
+            ).squeeze(2)
+        for chunk in self.prefills:
+            rows = slice(chunk.first_row, chunk.first_row + chunk.length)
+            if chunk.start == 0:
+                mask, chunk_keys, chunk_values = None, key[:, :, rows], value[:, :, rows]
+            else:
+                context = chunk.start + chunk.length
+                mask = _causal_mask(chunk, query.device)
+                chunk_keys = _gather(keys, chunk.blocks[None])[:, :, :context]
+                chunk_values = _gather(values, chunk.blocks[None])[:, :, :context]
+            attended = sdpa(
+                query[:, :, rows],
+                chunk_keys,
+                chunk_values,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+            out[rows] = attended[0].transpose(0, 1)
+        return out
 
 
 def register() -> None:
@@ -101,41 +164,7 @@ def paged_attention(
     """Write the step's keys and values, then attend. Returns ([1, tokens, heads, value_width], None)."""
     if paged is None:
         raise RuntimeError("headway_paged attention was called without its paged batch")
-    keys, values = paged.cache.keys[module.layer_idx], paged.cache.values[module.layer_idx]
-    keys[paged.row_blocks, :, paged.row_offsets] = key[0].transpose(0, 1).to(keys.dtype)
-    values[paged.row_blocks, :, paged.row_offsets] = value[0].transpose(0, 1).to(values.dtype)
-    heads, tokens = query.shape[1], query.shape[2]
-    grouped = heads != keys.shape[1]
-    out = query.new_empty((tokens, heads, values.shape[-1]))
-    if decodes := paged.decodes:
-        out[:decodes] = sdpa(
-            query[0, :, :decodes].transpose(0, 1).unsqueeze(2),
-            _gather(keys, paged.decode_tables),
-            _gather(values, paged.decode_tables),
-            attn_mask=paged.decode_mask,
-            scale=scaling,
-            enable_gqa=grouped,
-        ).squeeze(2)
-    for chunk in paged.prefills:
-        rows = slice(chunk.first_row, chunk.first_row + chunk.length)
-        if chunk.start == 0:
-            mask, chunk_keys, chunk_values = None, key[:, :, rows], value[:, :, rows]
-        else:
-            context = chunk.start + chunk.length
-            mask = _causal_mask(chunk, query.device)
-            chunk_keys = _gather(keys, chunk.blocks[None])[:, :, :context]
-            chunk_values = _gather(values, chunk.blocks[None])[:, :, :context]
-        attended = sdpa(
-            query[:, :, rows],
-            chunk_keys,
-            chunk_values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        out[rows] = attended[0].transpose(0, 1)
-    return out.unsqueeze(0), None
+    return paged.attend(module.layer_idx, query, key, value, scaling).unsqueeze(0), None
 
 
 def probe_attention(
@@ -161,7 +190,7 @@ def make_batch(
     decodes: Seq[tuple[int, Seq[int]]],  # (context with this token, block table)
     prefills: Seq[tuple[int, int, Seq[int]]],  # (start, length, block table)
     device: torch.device,
-) -> PagedBatch:
+) -> PaddedBatch:
     """The batch of one step: first the decodes in order, then the prefill chunks in order."""
     size = cache.block_tokens
     blocks: list[np.ndarray[Any, Any]] = []
@@ -190,7 +219,7 @@ def make_batch(
         chunks.append(PrefillChunk(first_row, length, start, torch.from_numpy(used_table).to(device)))
         first_row += length
     place = np.concatenate(positions)
-    return PagedBatch(
+    return PaddedBatch(
         cache=cache,
         row_blocks=torch.from_numpy(np.concatenate(blocks)).to(device),
         row_offsets=torch.from_numpy(place % size).to(device),

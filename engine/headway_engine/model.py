@@ -208,8 +208,8 @@ def _read_folder(folder: Path, source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:
-    """A model with seeded weights. Their spread is 1/sqrt(hidden), not the usual 0.02, so that small
-    models say varied things and a test of them can fail."""
+    """A model with seeded weights. Their spread is 1/sqrt(hidden), not the usual 0.02, and biases and norms
+    are not the usual zeros and ones, so that small models say varied things and a test of them can fail."""
     sizes = {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -222,7 +222,7 @@ def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.architecture == "llama",  # tied and untied both occur
     }
     if shape.architecture == "gpt2":
         del sizes["num_key_value_heads"], sizes["intermediate_size"]
@@ -236,9 +236,13 @@ def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
         try:
-            return _Auto.from_config(config, dtype=torch.float32).to(dtype)
+            module = _Auto.from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ModelError(f"model: a random {shape.architecture} cannot be made: {error}") from error
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return module.to(dtype)
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headway_engine.fused import build
+from headway_engine.fused.llama import FusedRunner
 from headway_engine.protocol import Capacity, Limits
-from headway_engine.runner import Runner, build_runner
+from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import Finished, Sequence, TokenOut
 from support import tiny_models
@@ -32,10 +34,25 @@ PROMPTS = tuple(
 )
 
 
+RUNNERS = {
+    "padded": ("llama", "qwen2", "gpt2"),  # transformers, attention by torch alone
+    "kernel": ("llama", "qwen2", "gpt2", "llama-wide"),  # transformers, attention by the C++ kernel
+    "fused": ("llama", "qwen2", "llama-wide"),  # the whole step in C++
+}
+
+
 @cache
 def runner_of(kind: str, architecture: str) -> Runner:
     """One runner for all histories of an architecture; blocks keep what earlier histories wrote."""
-    return build_runner(tiny_models.engine_config(runner=kind), tiny_models.fresh(architecture), capacity(64))
+    model = tiny_models.fresh(architecture)
+    if kind == "padded":
+        return TransformersRunner(model, capacity(64))
+    library = build.kernels()
+    if library is None:
+        pytest.skip("no C++ compiler here")
+    if kind == "kernel":
+        return TransformersRunner(model, capacity(64), library)
+    return FusedRunner(model, capacity(64), library, threads=1)
 
 
 def capacity(blocks: int) -> Capacity:
@@ -129,9 +146,11 @@ def play(
     return scheduler
 
 
-@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
-def test_greedy_output_is_generates_whatever_happens_around_it(architecture: str) -> None:
-    """Random histories on three architectures."""
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [(kind, name) for kind, names in RUNNERS.items() for name in names]
+)
+def test_greedy_output_is_generates_whatever_happens_around_it(kind: str, architecture: str) -> None:
+    """Random histories, every runner, every architecture that it takes."""
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
@@ -143,7 +162,7 @@ def test_greedy_output_is_generates_whatever_happens_around_it(architecture: str
     def history(
         requests: list[Arrival], blocks: int, changes: list[tuple[int, Limits]], prefix_caching: bool
     ) -> None:
-        runner = runner_of("transformers", architecture)
+        runner = runner_of(kind, architecture)
         play(runner, architecture, blocks, requests, changes, prefix_caching)
 
     history()
@@ -151,7 +170,7 @@ def test_greedy_output_is_generates_whatever_happens_around_it(architecture: str
 
 def test_histories_do_preempt_and_do_hit_the_prefix_cache() -> None:
     """The property above would be hollow if its caches were never short and never hit."""
-    runner = runner_of("transformers", "llama")
+    runner = runner_of("padded", "llama")
     wide = Limits(max_batch_sequences=8, max_batch_tokens=64, prefill_chunk_tokens=16)
     crowd = [Arrival(step=0, prompt=7 + i % 4, tokens=MOST_TOKENS, cancel=NEVER) for i in range(8)]
     short = play(runner, "llama", 17, crowd, [(0, wide)], prefix_caching=False)

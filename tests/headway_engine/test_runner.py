@@ -14,8 +14,9 @@ from headway_engine.attention import LayerShape
 from headway_engine.capacity import Memory, cgroup_free_bytes, plan
 from headway_engine.model import ModelError, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
-from headway_engine.runner import StepError, build_runner, layer_shapes, measure_capacity
+from headway_engine.runner import StepError, build_runner, measure_capacity
 from headway_engine.sequence import Chunk, Step
+from headway_engine.stepping import layer_shapes
 from support import tiny_models
 
 SMALL = Capacity(

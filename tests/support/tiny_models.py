@@ -19,9 +19,16 @@ torch.set_num_threads(1)  # the suite shares its cores
 
 
 def uri(architecture: str, seed: int = 1) -> str:
-    """Two layers, grouped heads where the architecture has them, 97 tokens of context."""
-    heads = "&heads=4" if architecture == "gpt2" else "&heads=4&kv_heads=2"
-    return f"random://{architecture}?hidden=32&layers=2&vocab=300&context=97&seed={seed}{heads}"
+    """Two layers, grouped heads where the architecture has them, 97 tokens of context.
+
+    `llama-wide` has heads of 64 (whole vectors on every CPU), and sizes that leave a rest everywhere else.
+    """
+    family, _, wide = architecture.partition("-")
+    sizes = "hidden=32&heads=4" if family == "gpt2" else "hidden=32&heads=4&kv_heads=2"
+    if wide:
+        sizes = "hidden=192&heads=3&kv_heads=1&intermediate=107"
+    vocabulary = 331 if wide else 300
+    return f"random://{family}?{sizes}&layers=2&vocab={vocabulary}&context=97&seed={seed}"
 
 
 def source(architecture: str, seed: int = 1) -> ModelSource:

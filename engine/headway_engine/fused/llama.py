@@ -1,0 +1,181 @@
+"""The runner for Llama-shaped models on a CPU: one call into the kernels is one step.
+
+Takes the weights of the transformers module over, packed for the kernels, and empties the module, so that
+they are in memory once. Rotary tables come from the module itself, so every fixed scaling of it is right
+here too.
+"""
+
+import ctypes
+from ctypes import POINTER, cast
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway_engine.fused import native
+from headway_engine.model import LoadedModel
+from headway_engine.protocol import Capacity
+from headway_engine.sequence import Chunk
+from headway_engine.stepping import StepRunner, plain_logits
+
+CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def why_not_fused(model: LoadedModel) -> str | None:
+    """Why the lean path cannot serve this model; None when it can."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    checks = (
+        (model.device.type == "cpu", f"it runs on {model.device.type}"),
+        (type(model.module).__name__ in CLASSES, f"{type(model.module).__name__} is not one of {CLASSES}"),
+        (model.dtype in (torch.float32, torch.bfloat16), f"dtype {model.dtype} has no kernel"),
+        (getattr(config, "hidden_act", "") == "silu", "its activation is not silu"),
+        (not getattr(config, "mlp_bias", False), "its MLP has biases"),
+        (rope.get("rope_type", "default") in _FIXED_ROPE, f"rope type {rope.get('rope_type')} has no table"),
+        (rope.get("partial_rotary_factor", 1.0) == 1.0, "only part of each head is rotated"),
+        (getattr(model.module, "hf_quantizer", None) is None, "its weights are quantized"),
+    )
+    return next((reason for fine, reason in checks if not fine), None)
+
+
+class FusedRunner(StepRunner):
+    """Steps in one C++ call each. The model's module is emptied: it cannot compute any more."""
+
+    name = "fused"
+
+    def __init__(self, model: LoadedModel, capacity: Capacity, library: ctypes.CDLL, threads: int) -> None:
+        super().__init__(model, capacity)
+        plain = plain_logits(model, capacity)
+        self._library = native.declare(library)
+        self._kept: list[Any] = []  # what C points to
+        self._workspace = torch.empty(0)
+        with torch.inference_mode():
+            self._c_model = self._take_over(model, capacity, threads)
+        self._compare(plain)
+
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        spans = native.spans(
+            [(c.start, c.length, c.sequence.block_table) for c in chunks], self._cache.block_tokens
+        )
+        ids: list[int] = []
+        sampled: list[int] = []
+        for chunk in chunks:
+            ids.extend(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
+            if chunk.samples:
+                sampled.append(len(ids) - 1)
+        vocabulary = self._c_model.vocabulary
+        if not all(0 <= token < vocabulary for token in ids):
+            raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+        need = self._library.hw_workspace(self._c_model, spans.tokens)
+        if self._workspace.numel() < need:
+            self._workspace = torch.empty(need)
+        logits = torch.empty((len(sampled), vocabulary))
+        id_array, sampled_array = np.array(ids, dtype=np.int32), np.array(sampled, dtype=np.int32)
+        step = native.CStep(
+            tokens=spans.tokens,
+            chunks=len(spans.chunks),
+            samples=len(sampled),
+            ids=native.pointer(id_array),
+            positions=native.pointer(spans.positions),
+            slots=native.pointer(spans.slots),
+            chunk=native.pointer(spans.chunks),
+            tables=native.pointer(spans.tables),
+            sampled=native.pointer(sampled_array),
+            logits=logits.data_ptr(),
+            workspace=self._workspace.data_ptr(),
+        )
+        if self._library.hw_run(self._c_model, step):
+            raise MemoryError("no memory for the step")
+        return logits
+
+    def _take_over(self, model: LoadedModel, capacity: Capacity, threads: int) -> native.CModel:
+        module: Any = model.module
+        config, base = model.config, module.model
+        tied = module.lm_head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
+        first = base.layers[0].self_attn
+        layers = (native.CLayer * len(base.layers))()
+        for i, layer in enumerate(base.layers):
+            layers[i] = self._layer(layer, self._cache.keys[i], self._cache.values[i])
+        positions = torch.arange(capacity.max_model_tokens)[None]
+        cosines, sines = base.rotary_emb(torch.zeros(1), position_ids=positions)
+        half = first.head_dim // 2
+        head = self._panels(module.lm_head.weight)
+        embedding = None if tied else self._keep(base.embed_tokens.weight.detach().contiguous())
+        c_model = native.CModel(
+            layers=len(base.layers),
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            width=first.head_dim,
+            inner=config.intermediate_size,
+            vocabulary=module.lm_head.weight.shape[0],
+            block_tokens=capacity.block_tokens,
+            is_bf16=int(model.dtype is torch.bfloat16),
+            threads=threads,
+            epsilon=config.rms_norm_eps,
+            scale=first.scaling,
+            layer=cast(layers, POINTER(native.CLayer)),
+            head=head,
+            embedding=embedding,
+            norm=self._floats(base.norm.weight),
+            cosines=self._floats(cosines[0, :, :half]),
+            sines=self._floats(sines[0, :, :half]),
+        )
+        self._kept.append(layers)
+        _empty(module.lm_head.weight, *([base.embed_tokens.weight] if tied else []))
+        return c_model
+
+    def _layer(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> native.CLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in projections]
+        c_layer = native.CLayer(
+            qkv=self._panels(torch.cat([p.weight for p in projections])),
+            o=self._panels(attention.o_proj.weight),
+            gate_up=self._gate_up(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=self._panels(mlp.down_proj.weight),
+            norm_in=self._floats(layer.input_layernorm.weight),
+            norm_mid=self._floats(layer.post_attention_layernorm.weight),
+            qkv_bias=None if biases[0] is None else self._floats(torch.cat(biases)),
+            o_bias=None if attention.o_proj.bias is None else self._floats(attention.o_proj.bias),
+            query_norm=self._floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            key_norm=self._floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+        )
+        linears = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        _empty(*(linear.weight for linear in linears))
+        return c_layer
+
+    def _panels(self, weight: torch.Tensor) -> int:
+        """Pack [n, k] for the kernels and keep it; its address."""
+        n, k = weight.shape
+        columns = self._library.hw_panel_columns()
+        packed = torch.empty(-(-n // columns) * k * columns, dtype=weight.dtype)
+        source = weight.detach().contiguous()
+        is_bf16 = int(weight.dtype is torch.bfloat16)
+        self._library.hw_pack(source.data_ptr(), n, k, packed.data_ptr(), is_bf16)
+        return self._keep(packed)
+
+    def _gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> int:
+        n, k = gate.shape
+        columns = self._library.hw_panel_columns()
+        packed = torch.empty(-(-n // (columns // 2)) * k * columns, dtype=gate.dtype)
+        sources = (gate.detach().contiguous(), up.detach().contiguous())
+        is_bf16 = int(gate.dtype is torch.bfloat16)
+        self._library.hw_pack_gate_up(*(s.data_ptr() for s in sources), n, k, packed.data_ptr(), is_bf16)
+        return self._keep(packed)
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        return self._keep(tensor.detach().float().contiguous())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _empty(*weights: Any) -> None:
+    """Give the memory of these parameters back."""
+    for weight in weights:
+        weight.data = weight.data.new_empty(0)

@@ -1,0 +1,171 @@
+"""What every runner shares: errors, the order of rows, sampling, and the check against plain attention.
+
+Knows nothing of how a forward pass is computed.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
+from headway_engine.model import LoadedModel, ModelError
+from headway_engine.protocol import Capacity
+from headway_engine.sampling import NotFinite, sample
+from headway_engine.sequence import Chunk, Request, SampledToken, SamplingParams, Sequence, Step
+
+CHECK_PROMPT = (3, 4, 5, 6, 7, 8)
+"""What a new runner computes first, in chunks, to be compared with the model's own attention."""
+
+
+class StepError(Exception):
+    """A step could not be computed; its requests must be failed, and the process can go on.
+
+    `out_of_memory` says that a smaller step may work. `sequence_ids` names the culprits when they are known;
+    empty means the whole step.
+    """
+
+    def __init__(
+        self, message: str, *, out_of_memory: bool = False, sequence_ids: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+        self.sequence_ids = sequence_ids
+
+
+class Runner(Protocol):
+    """Whatever computes steps. `run` may be called from one thread only, but from any."""
+
+    @property
+    def name(self) -> str:
+        """In words, for logs and the Ready report."""
+        ...
+
+    def run(self, step: Step) -> dict[str, SampledToken]:
+        """The sampled token of every chunk with `samples`, by sequence id. Raises StepError."""
+        ...
+
+
+class StepRunner:
+    """A runner but for its forward pass: subclasses give `name` and `_forward`."""
+
+    name = ""
+
+    def __init__(self, model: LoadedModel, capacity: Capacity) -> None:
+        self._model = model
+        shapes = layer_shapes(model)
+        self._cache = KeyValueCache(
+            [shapes[i] for i in range(len(shapes))],
+            capacity.kv_blocks,
+            capacity.block_tokens,
+            model.dtype,
+            model.device,
+        )
+
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Logits [sampling chunks, vocabulary], in row order. Inference mode is on."""
+        raise NotImplementedError
+
+    def run(self, step: Step) -> dict[str, SampledToken]:
+        """See Runner. Grad mode belongs to a thread, so it is left here and not where the thread began."""
+        chunks = in_row_order(step)
+        try:
+            with torch.inference_mode():
+                logits = self._forward(chunks)
+                return sample_rows(logits, chunks)
+        except NotFinite as error:
+            culprits = [c for c in chunks if c.samples and c.sequence.id in error.ids]
+            with torch.inference_mode():
+                self._cache.scrub([block for c in culprits for block in c.sequence.block_table])
+            raise StepError(str(error), sequence_ids=tuple(error.ids)) from error
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise StepError(f"out of memory in a step of {step.tokens} tokens", out_of_memory=True) from error
+        except Exception as error:
+            if "can't allocate memory" in str(error):  # what torch's CPU allocator says
+                raise StepError(
+                    f"out of memory in a step of {step.tokens} tokens", out_of_memory=True
+                ) from error
+            raise StepError(f"the step failed: {type(error).__name__}: {error}") from error
+
+    def _compare(self, plain: torch.Tensor) -> None:
+        """Refuse a model whose paged logits after CHECK_PROMPT differ from the `plain` ones."""
+        prompt = CHECK_PROMPT[: self._cache.keys[0].shape[0] * self._cache.block_tokens]
+        length = len(prompt)
+        request = Request(id="check", prompt=prompt, sampling=SamplingParams(max_tokens=1), arrival_s=0.0)
+        blocks = list(range(-(-length // self._cache.block_tokens)))
+        sequence = Sequence(request=request, tokens=list(prompt), block_table=blocks)
+        half = length // 2
+        with torch.inference_mode():
+            for start, size in ((0, half), (half, length - half - 1), (length - 1, 1)):
+                if size > 0:
+                    paged = self._forward([Chunk(sequence, start, size, samples=start + size == length)])
+        tolerance = 1e-3 if self._model.dtype is torch.float32 else 0.1
+        scale = plain.abs().max().clamp(min=1e-6)
+        difference = float((plain - paged[0]).abs().max() / scale)
+        if not difference <= tolerance:
+            raise ModelError(
+                f"model: {self._model.description}: paged attention differs from the model's own by "
+                f"{difference:.2g} of the largest logit, so some feature of it is not handled; run it on the "
+                "vllm runtime"
+            )
+
+
+def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:
+    """Shape of each layer's keys and values, seen in a forward pass of two tokens, not guessed from names."""
+    register()
+    module: Any = model.module
+    before = module.config._attn_implementation
+    shapes: dict[int, LayerShape] = {}
+    try:
+        module.set_attn_implementation(PROBE)
+        with torch.inference_mode():
+            ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+            positions = torch.arange(2, device=model.device)[None]
+            out = module(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=torch.ones(1, dtype=torch.long, device=model.device),
+                probe=shapes,
+            )
+    except Exception as error:
+        raise ModelError(
+            f"model: {type(module).__name__} does not run with a registered attention function: {error}"
+        ) from error
+    finally:
+        module.set_attn_implementation(before)
+    if out.logits.shape[1] != 1:
+        raise ModelError(
+            f"model: {type(module).__name__} does not take logits_to_keep; run it on the vllm runtime"
+        )
+    if sorted(shapes) != list(range(len(shapes))) or not shapes:
+        raise ModelError(
+            f"model: {type(module).__name__} calls attention in layers {sorted(shapes)}, which cannot be "
+            "paged; run it on the vllm runtime"
+        )
+    return shapes
+
+
+def plain_logits(model: LoadedModel, capacity: Capacity) -> torch.Tensor:
+    """Logits [vocabulary] after CHECK_PROMPT (what fits of it), with attention as transformers chooses it."""
+    module: Any = model.module
+    prompt = CHECK_PROMPT[: capacity.kv_tokens]
+    before = module.config._attn_implementation
+    try:
+        module.set_attn_implementation("sdpa" if type(module)._supports_sdpa else "eager")
+        ids = torch.tensor([prompt], device=model.device)
+        with torch.inference_mode():
+            logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0, -1]
+        return logits
+    finally:
+        module.set_attn_implementation(before)
+
+
+def in_row_order(step: Step) -> list[Chunk]:
+    """The step's chunks, single tokens first: they share one batched attention call."""
+    return sorted(step.chunks, key=lambda chunk: chunk.length > 1)
+
+
+def sample_rows(logits: torch.Tensor, chunks: list[Chunk]) -> dict[str, SampledToken]:
+    """Sample the chunks that ask for it; `logits` has one row for each, in order."""
+    sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+    return dict(zip((s.id for s in sequences), sample(logits, sequences), strict=True))
