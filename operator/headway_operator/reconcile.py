@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from headway_engine.protocol import MANAGEMENT_PORT, Capacity
 from headway_operator import manifests, status
 from headway_operator.cluster import Cluster, ClusterError, Manifest, Refused
@@ -26,7 +28,7 @@ from headway_operator.owned import OwnedObjects
 from headway_operator.resource import API_VERSION, KIND, InvalidSpec, Resource, TuningMode, parse
 from headway_operator.status import Facts, Problem
 from headway_operator.tuner.controller import Change, decide
-from headway_operator.tuner.memory import from_status
+from headway_operator.tuner.memory import Memory, from_status
 
 Key = tuple[str, str]
 
@@ -198,9 +200,11 @@ class Reconciler:
         now_s = self._clock.monotonic_s()
         ready = [pod for pod in pods if pod.ready]
         samples = await self._scrape(ready)
+        # One reading shows nothing: a restarted controller stays with what the last one said.
+        goes_on = known.ticked_s is None and known.memory.tuned is not None
         known.observation = self._observe(known, samples, now_s)
         known.ticked_s = now_s
-        if ready:
+        if ready and not goes_on:
             self._decide(resource, known, samples)
         await self._settle(resource, known, ready, samples)
 
@@ -316,7 +320,7 @@ class Reconciler:
                 samples=known.samples,
                 observation=known.observation,
                 decision=known.decision,
-                memory=known.memory,
+                memory=self._memory_to_show(known),
                 refused=known.refused,
                 problems=known.problems,
                 endpoint=manifests.endpoint(resource),
@@ -328,6 +332,13 @@ class Reconciler:
             await self._write_status(body, after)
             known.busy, known.written_s = False, self._clock.monotonic_s()
         await self._tell(body, known, resource.tuning.mode)
+
+    @staticmethod
+    def _memory_to_show(known: Known) -> Memory:
+        """Between an edit and the next tick the tuner has not spoken: what is wanted is what we put."""
+        if known.decision is not None or known.memory.tuned is None:
+            return known.memory
+        return msgspec.structs.replace(known.memory, tuned=known.limits)
 
     def _figures_due(self, known: Known, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
         """Figures are written at most once a minute, and only while there is traffic to tell of."""
