@@ -71,7 +71,8 @@ async def serve(
     ours, theirs = channel.pair()
     with theirs:
         process = start_core([*core_command, str(theirs.fileno()), *argv], theirs.fileno())
-    reading = asyncio.create_task(core.run(await channel.FrontEnd.open(ours)))
+    end = await channel.FrontEnd.open(ours)
+    reading = asyncio.create_task(core.run(end))
     log.info(
         logs.fields(
             "started",
@@ -93,8 +94,8 @@ async def serve(
     for server in servers:
         server.should_exit = True
     await asyncio.gather(*serving)
-    await first_of(core.gone.wait(), asyncio.sleep(CORE_EXIT_S))
     reading.cancel()
+    end.close()
     end_core(process)
     log.info(logs.fields("stopped", lost_core=lost, core_status=process.returncode))
     return 1 if lost else 0

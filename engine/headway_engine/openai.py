@@ -523,11 +523,18 @@ def _chat_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
 
 def _completion_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
     return {
-        "tokens": [t.text for t in tokens],
+        "tokens": [_label(t.text, t.raw) for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
-        "top_logprobs": [{text: _finite(logprob) for text, _, logprob in t.top} for t in tokens],
+        "top_logprobs": [
+            {_label(text, raw): _finite(logprob) for text, raw, logprob in t.top} for t in tokens
+        ],
         "text_offset": [t.offset for t in tokens],
     }
+
+
+def _label(text: str, raw: bytes) -> str:
+    """A token's name. Parts of characters are named by their bytes, or all would have the same name."""
+    return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def models(name: str, created: int, max_model_tokens: int) -> bytes:

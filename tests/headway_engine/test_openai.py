@@ -217,6 +217,17 @@ def test_logprobs_are_finite_in_both_forms():
     assert text["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -9999.0}]
 
 
+def test_parts_of_characters_are_named_by_their_bytes():
+    """Two of them as keys of one object would otherwise be one."""
+    halves = tuple(("\ufffd", bytes([byte]), -1.0) for byte in (0xE2, 0x82))
+    delta = Delta(0, "", (TokenInfo("\ufffd", b"\xe2", -1.0, halves, 0),), "stop", True)
+    logprobs = json.loads(openai.answer(TEXT_HEAD, [delta], Usage(1, 1, 0), logprobs=True))["choices"][0][
+        "logprobs"
+    ]
+    assert logprobs["tokens"] == ["bytes:\\xe2"]
+    assert list(logprobs["top_logprobs"][0]) == ["bytes:\\xe2", "bytes:\\x82"]
+
+
 def test_retry_after_is_whole_seconds_and_at_least_one():
     """As HTTP wants it."""
     assert ApiError(429, "x", retry_after_s=0.2).headers() == {"retry-after": "1"}
