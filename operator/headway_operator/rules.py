@@ -4,6 +4,7 @@ Paths in the problems are the CRD's fieldPaths; tests send one table of resource
 hold them to the same verdicts. Knows nothing of the schema's mechanics.
 """
 
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -26,6 +27,9 @@ OWNED_VARIABLES = frozenset({"POD_IP", "POD_NAME", "HF_TOKEN"})
 OWNED_LABELS = frozenset(
     f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "managed-by")
 )
+
+LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+COMPUTE_RESOURCES = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
 DURATIONS_MS: dict[str, tuple[int, int]] = {
@@ -140,8 +144,18 @@ def _quantity(value: int | str) -> Decimal:
 
 def _resources_rules(spec: Json) -> Iterator[Problem]:
     limits, requests = (_get(spec, f"resources.{key}") or {} for key in ("limits", "requests"))
-    if any(_quantity(requests[name]) > _quantity(limits[name]) for name in requests.keys() & limits.keys()):
-        yield Problem("spec.resources.requests", "must not be above the limit of the same resource")
+    for name in requests.keys() & limits.keys():
+        if _quantity(requests[name]) > _quantity(limits[name]):
+            yield Problem("spec.resources.requests", "must not be above the limit of the same resource")
+    for name in requests:
+        if "/" in name and (name not in limits or _quantity(requests[name]) != _quantity(limits[name])):
+            yield Problem("spec.resources.requests", "an accelerator needs a limit equal to its request")
+    for name in {**limits, **requests}:
+        if name not in COMPUTE_RESOURCES and not name.startswith("hugepages-") and "/" not in name:
+            yield Problem(
+                "spec.resources",
+                "names a resource that containers do not have (accelerators are written VENDOR/NAME)",
+            )
 
 
 def _pod_rules(spec: Json) -> Iterator[Problem]:
@@ -162,6 +176,11 @@ def _pod_rules(spec: Json) -> Iterator[Problem]:
             yield Problem(path, "stands twice")
     if any(key.startswith("headway.dev/") or key in OWNED_LABELS for key in template.get("labels", {})):
         yield Problem("spec.podTemplate.labels", "sets a label that Headway sets")
+    for section in ("labels", "annotations", "nodeSelector"):
+        if not all(LABEL_KEY.fullmatch(key) for key in template.get(section, {})):
+            yield Problem(
+                f"spec.podTemplate.{section}", "must be a label's key, such as team or example.com/team"
+            )
     volumes = {volume["name"] for volume in template.get("volumes", [])}
     for index, volume in enumerate(template.get("volumes", [])):
         if volume["name"].startswith("headway-"):

@@ -340,11 +340,11 @@ ONE_AT_A_TIME: Json = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0,
         ({}, SURGE),
         ({"resources": {"limits": {"cpu": "2", "memory": "1Gi"}}}, SURGE),
         (GPU, ONE_AT_A_TIME),
-        ({"resources": {"requests": {"amd.com/gpu": 1}}}, ONE_AT_A_TIME),
+        ({"resources": {"requests": {"amd.com/gpu": 1}, "limits": {"amd.com/gpu": 1}}}, ONE_AT_A_TIME),
         (GPU | {"rollout": {"strategy": "RollingUpdate"}}, SURGE),
         (GPU | {"rollout": {"strategy": "Recreate"}}, {"type": "Recreate"}),
     ],
-    ids=["no resources", "cpu only", "gpu", "gpu by request", "gpu, surge wanted", "recreate"],
+    ids=["no resources", "cpu only", "gpu", "gpu as a number", "gpu, surge wanted", "recreate"],
 )
 def test_pods_are_replaced_in_this_way(spec: Json, strategy: Json) -> None:
     """A surge needs a spare accelerator, so Auto does without where pods hold one."""
