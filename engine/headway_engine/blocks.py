@@ -79,12 +79,15 @@ class BlockPool:
 
     def fits(self, sequence: Sequence, hits: list[int], spare: int = 0) -> bool:
         """Whether all known tokens of a sequence without a table can be held, leaving `spare` blocks free."""
-        fresh = self.blocks_for(len(sequence.tokens)) - len(hits)
-        revived = sum(1 for block in hits if not self._references[block])
-        return fresh + revived + spare <= self.free_blocks
+        return self.needed(sequence, hits) + spare <= self.free_blocks
 
-    def freed_by(self, sequence: Sequence, kept: list[int]) -> int:
-        """Blocks that releasing a sequence would free for others, those of `kept` not counted."""
+    def needed(self, sequence: Sequence, hits: Iterable[int]) -> int:
+        """Free blocks that opening a sequence uses up: fresh ones, and hits that nobody else holds."""
+        held = sum(1 for block in hits if self._references[block])
+        return self.blocks_for(len(sequence.tokens)) - held
+
+    def freed_by(self, sequence: Sequence, kept: frozenset[int]) -> int:
+        """Blocks that only this sequence holds, and that are not among those kept for somebody."""
         return sum(1 for b in sequence.block_table if self._references[b] == 1 and b not in kept)
 
     def open(self, sequence: Sequence, hits: list[int]) -> None:

@@ -45,18 +45,19 @@ def choose_displaced(
     running: Iterable[Sequence],
     newcomer: Sequence,
     class_of: Callable[[Sequence], int],
-    enough: Callable[[list[Sequence]], bool],
+    enough_with: Callable[[Sequence], bool],
 ) -> list[Sequence]:
     """Which running sequences of lower classes make way for a newcomer that finds no slot or no blocks.
 
-    As few as are enough, in the order of `choose_victim`; none when that would not help. Who was preempted
+    As few as are enough, in the order of `choose_victim`; none when that would not help. `enough_with` is
+    told of one after the other and says whether all so far, together, are enough. Who was preempted
     MAX_PREEMPTIONS times stays: a low class is slowed down by a higher one, and not stopped.
     """
     own_class = class_of(newcomer)
     lower = [s for s in running if class_of(s) < own_class and s.preemptions < MAX_PREEMPTIONS]
     lower.sort(key=lambda s: (class_of(s), s.computed, -s.order))
-    for count in range(1, len(lower) + 1):
-        if enough(lower[:count]):
+    for count, sequence in enumerate(lower, start=1):
+        if enough_with(sequence):
             return lower[:count]
     return []
 

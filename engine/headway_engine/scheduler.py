@@ -290,15 +290,19 @@ class Scheduler:
         if sequence is None:
             return
         hits = self.pool.match(sequence)
+        slots = most - len(self._running)
+        missing = self.pool.needed(sequence, hits) + self._spare_blocks - self.pool.free_blocks
+        kept = frozenset(hits)  # whoever holds them now
 
-        def enough(gone: list[Sequence]) -> bool:
-            spare = self._spare_blocks if len(gone) < len(self._running) else 0
-            freed = sum(self.pool.freed_by(s, hits) for s in gone)
-            return len(self._running) - len(gone) < most and self.pool.fits(sequence, hits, spare - freed)
+        def enough_with(gone: Sequence) -> bool:
+            nonlocal slots, missing
+            slots += 1
+            missing -= self.pool.freed_by(gone, kept)
+            return slots > 0 and missing <= 0
 
         victims: list[Sequence] = []
-        if not enough([]):
-            victims = choose_displaced(self._running.values(), sequence, self._policy.class_of, enough)
+        if slots <= 0 or missing > 0:
+            victims = choose_displaced(self._running.values(), sequence, self._policy.class_of, enough_with)
         if not victims:
             self._queue.put_back([sequence])
             return

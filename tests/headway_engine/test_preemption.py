@@ -79,9 +79,13 @@ def test_a_newcomer_of_class_five_displaces(
     running: list[Sequence], needed: int, displaced: list[str]
 ) -> None:
     newcomer = runner("new", 0, priority=5)
-    chosen = choose_displaced(
-        running, newcomer, lambda s: s.request.priority, lambda gone: len(gone) >= needed
-    )
+    gone: list[Sequence] = []
+
+    def enough_with(sequence: Sequence) -> bool:
+        gone.append(sequence)
+        return len(gone) >= needed
+
+    chosen = choose_displaced(running, newcomer, lambda s: s.request.priority, enough_with)
     assert [s.id for s in chosen] == displaced
 
 

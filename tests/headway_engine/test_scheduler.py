@@ -422,6 +422,22 @@ def test_a_higher_class_takes_blocks_of_lower_ones_but_no_more_than_it_needs() -
     drive.assert_all_ended_right()
 
 
+def test_a_prefix_that_runs_already_is_not_made_room_for_again() -> None:
+    """24 of its 28 tokens are held by a peer, so one victim is enough for what is left."""
+    drive = a_drive(a_capacity(kv_blocks=16))
+    prompt = a_prompt(25)
+    drive.submit(a_request("peer", prompt, max_tokens=7, priority=1))
+    drive.step()
+    drive.submit(*(a_request(f"low{i}", 14, max_tokens=2) for i in range(2)))
+    drive.step()
+    drive.submit(a_request("high", (*prompt[:24], 1, 2, 3), max_tokens=2, priority=1))
+    drive.step()
+    assert drive.scheduler.preemptions_total <= 1
+    assert drive.cached["high"] == 24
+    drive.run()
+    drive.assert_all_ended_right()
+
+
 def test_nobody_is_displaced_for_one_that_would_not_fit_all_the_same() -> None:
     drive = a_drive(a_capacity(kv_blocks=16))
     drive.submit(a_request("peer", 30, max_tokens=20, priority=1), a_request("low", 12, max_tokens=4))

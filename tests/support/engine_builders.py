@@ -247,6 +247,19 @@ class Drive:
                 assert self.output[id] == expected[: len(self.output[id])]
         s = self.scheduler
         assert (s.running, s.waiting, s.queued_tokens, s.pool.used_blocks) == (0, 0, 0, 0)
+        roster = s._roster
+        kept = (
+            roster.sequences,
+            roster.running,
+            roster.unannounced,
+            roster.queue._classes,
+            roster.queue._home,
+            roster.queue._place,
+            roster.backlog._members,
+            roster.backlog._shares,
+            roster.patience._passed,
+        )
+        assert [len(container) for container in kept] == [0] * len(kept), "kept of those who left"
 
     def _compute(self, step: Step) -> None:
         """Write a step's tokens into our own cache, after checking that all they attend to is there."""
