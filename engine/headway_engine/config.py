@@ -33,6 +33,7 @@ class EngineConfig:
     prefix_caching: bool = True
     limits_file: Path | None = None
     objectives_file: Path | None = None
+    tenants_file: Path | None = None
     drain_timeout_s: float = 60.0
     stall_limit_s: float = 60.0
     threads: int = 0  # 0: all cores that the process may use
@@ -42,7 +43,9 @@ class EngineConfig:
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m headway_engine`; one option per field of EngineConfig."""
     p = argparse.ArgumentParser(
-        prog="headway-engine", description="OpenAI-compatible engine with live batching limits"
+        prog="headway-engine",
+        description="OpenAI-compatible engine with live batching limits",
+        allow_abbrev=False,  # the controller refuses options by name; a shortened one must not slip through
     )
     d = EngineConfig(model="")
     p.add_argument(
@@ -91,6 +94,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limits-file", type=Path, default=d.limits_file, help="JSON of Limits to start with")
     p.add_argument(
         "--objectives-file", type=Path, default=d.objectives_file, help="JSON of Objectives to start with"
+    )
+    p.add_argument(
+        "--tenants-file",
+        type=Path,
+        default=d.tenants_file,
+        help="JSON of the tenants' weights, priorities, caps",
     )
     p.add_argument(
         "--drain-timeout-s",

@@ -101,3 +101,9 @@ def test_threads_that_the_user_sets_win() -> None:
 def test_an_engine_that_is_not_there_is_an_error() -> None:
     with pytest.raises(KeyError):
         engine("nonesuch")
+
+
+def test_a_shortened_option_is_not_understood() -> None:
+    """Else `--mod` would be a way around the options that are closed."""
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--model=hf://a/b", "--por=9000"])
