@@ -12,6 +12,7 @@ from headway_engine.protocol import InvalidLimits, Limits, Objectives, check_lim
 from headway_operator.cluster import Manifest
 from headway_operator.fleet import Unreachable
 from headway_operator.metrics import Observation, Sample
+from headway_operator.news import Quota
 from headway_operator.resource import Resource, Slo, Tuning, TuningMode
 from headway_operator.status import Problem
 from headway_operator.tuner.controller import Change, Decision
@@ -56,6 +57,7 @@ class Known:
     decision: Decision | None = None
     untold: tuple[tuple[Change, ...], ...] = ()  # changes for which no event was posted yet
     recommended: Limits | None = None  # what the last event about a recommendation said
+    quota: Quota = field(default_factory=Quota)
     busy: bool = False  # there was traffic since the last status write
     written_s: float | None = None
 

@@ -70,15 +70,18 @@ class Schedule:
             known.due_s, known.since_s, known.order = due_s, now_s, self._order
 
     def take(self, now_s: float) -> tuple[Key, Cause] | None:
-        """The key that has been due longest, marked as running; None where there is none."""
+        """The next key, marked as running; None where none is due.
+
+        Changes go before ticks (somebody waits for an edit), and of each the one that has been due longest.
+        """
         ready = [
-            (wait.due_s, wait.order, key)
+            (-wait.cause, wait.due_s, wait.order, key)
             for key, wait in self._waiting.items()
             if wait.due_s <= now_s and key not in self._running
         ]
         if not ready:
             return None
-        key = min(ready)[2]
+        key = min(ready)[3]
         wait = self._waiting.pop(key)
         self._running[key] = now_s
         resync_due = now_s >= self._resync_at_s.get(key, math.inf)
@@ -140,7 +143,7 @@ class WorkQueue:
         work: Work,
         *,
         chance: Callable[[], float],
-        workers: int = 16,
+        workers: int = 32,
         schedule: Schedule | None = None,
         work_timeout_s: float = 120.0,
         patience: Callable[[Exception], float] = lambda error: 0.0,

@@ -10,7 +10,7 @@ import base64
 import dataclasses
 import datetime
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,16 +18,17 @@ import msgspec
 
 from headway_engine.protocol import MANAGEMENT_PORT, Capacity
 from headway_operator import manifests, status
-from headway_operator.cluster import Cluster, ClusterError, Manifest, Refused
+from headway_operator.cluster import Cluster, ClusterError, Forbidden, Manifest, Refused
 from headway_operator.fleet import Fleet, FleetError, PodRef, Unreachable
 from headway_operator.invalid import invalid_status
 from headway_operator.known import Basis, Known, plain, wanted_limits
 from headway_operator.manifests import Images
 from headway_operator.metrics import Observation, Sample, observe
+from headway_operator.news import News, change_of_limits, transitions
 from headway_operator.owned import OwnedObjects
-from headway_operator.resource import API_VERSION, KIND, InvalidSpec, Resource, TuningMode, parse
+from headway_operator.resource import API_VERSION, KIND, InvalidSpec, Resource, parse
 from headway_operator.status import Facts, Problem
-from headway_operator.tuner.controller import Change, decide
+from headway_operator.tuner.controller import decide
 from headway_operator.tuner.memory import Memory, from_status
 
 Key = tuple[str, str]
@@ -125,7 +126,7 @@ class Reconciler:
         try:
             resource = parse(body)
         except InvalidSpec as error:
-            await self._report_invalid(body, error)
+            await self._report_invalid(body, known, error)
             return Next(LOOK_AGAIN_S)
 
         edited = known.basis != Basis.of(resource)
@@ -165,9 +166,9 @@ class Reconciler:
         known.control_key = await self._control_key(resource)
         try:
             made = await self._owned.make_so(resource, self._manifests(resource, known))
-        except Refused as error:
-            # What the schema of the resource let through (a pod overlay, say) and the API server does not.
-            known.problems = (Problem("Refused", str(error)),)
+        except (Refused, Forbidden) as error:
+            # A pod overlay that the schema let through, a quota, a right that is missing: for people to see.
+            known.problems = (Problem(type(error).__name__, str(error)),)
             return
         known.problems = tuple(
             Problem("NameTaken", f"{label} exists and does not belong to this resource")
@@ -331,7 +332,10 @@ class Reconciler:
         if status.differs(before, after) or self._figures_due(known, before, after):
             await self._write_status(body, after)
             known.busy, known.written_s = False, self._clock.monotonic_s()
-        await self._tell(body, known, resource.tuning.mode)
+        news = transitions(before, after)
+        news += [change_of_limits(changes, resource.tuning.mode) for changes in known.untold]
+        known.untold = ()
+        await self._tell(body, known, news)
 
     @staticmethod
     def _memory_to_show(known: Known) -> Memory:
@@ -359,35 +363,29 @@ class Reconciler:
         )
         self._reports.status_written()
 
-    async def _tell(self, body: Manifest, known: Known, mode: TuningMode) -> None:
-        """One event per change of limits that was not told yet."""
-        untold, known.untold = known.untold, ()
-        advice = mode is TuningMode.RECOMMEND
-        for changes in untold:
+    async def _tell(self, body: Manifest, known: Known, news: Iterable[News]) -> None:
+        """Events, within reason: a flapping condition is told of now and then."""
+        now_s = self._clock.monotonic_s()
+        for item in news:
+            if not known.quota.allows(item.topic, now_s):
+                continue
             try:
                 await self._cluster.post_event(
-                    body,
-                    type_="Normal",
-                    reason="LimitsRecommended" if advice else "LimitsChanged",
-                    action="Recommend" if advice else "Tune",
-                    note="; ".join(map(_sentence, changes)),
+                    body, type_=item.type, reason=item.reason, action=item.action, note=item.note
                 )
             except ClusterError as error:
                 # An event is news, not state: it is not worth doing the whole run again.
                 logger.warning("event about %s: %s", body["metadata"]["name"], error)
 
-    async def _report_invalid(self, body: Manifest, error: InvalidSpec) -> None:
+    async def _report_invalid(self, body: Manifest, known: Known, error: InvalidSpec) -> None:
         before = body.get("status") or None
         after = invalid_status(body, error, self._now())
         if status.differs(before, after):
             await self._write_status(body, after)
+            await self._tell(body, known, transitions(before, after))
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(self._clock.wall_s(), datetime.UTC)
-
-
-def _sentence(change: Change) -> str:
-    return f"{change.parameter} {change.old} → {change.new}: {change.why}"
 
 
 def _capacity(resource: Resource, reported: Sequence[Sample]) -> Capacity:

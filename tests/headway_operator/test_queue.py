@@ -15,14 +15,23 @@ B: Key = ("default", "b")
 
 
 def test_the_key_that_waits_longest_goes_first() -> None:
-    """First come, first served, whatever the cause."""
+    """First come, first served."""
     schedule = Schedule()
     schedule.add(A, Cause.TICK, 0.0, after_s=2.0)
-    schedule.add(B, Cause.CHANGE, 0.0, after_s=1.0)
+    schedule.add(B, Cause.TICK, 0.0, after_s=1.0)
     assert schedule.take(0.5) is None
     assert schedule.next_due_s() == 1.0
-    assert schedule.take(3.0) == (B, Cause.CHANGE)
+    assert schedule.take(3.0) == (B, Cause.TICK)
     assert schedule.take(3.0) == (A, Cause.TICK)
+
+
+def test_an_edit_does_not_queue_behind_ticks() -> None:
+    """A thousand resources may be due for their tick: the one that a user edited is next."""
+    schedule = Schedule()
+    for n in range(1000):
+        schedule.add(("ns", str(n)), Cause.TICK, 0.0)
+    schedule.add(A, Cause.CHANGE, 5.0)
+    assert schedule.take(5.0) == (A, Cause.CHANGE)
 
 
 def test_many_changes_before_the_work_are_one_piece_of_work() -> None:

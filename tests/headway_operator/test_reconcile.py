@@ -289,7 +289,8 @@ async def test_a_decision_reaches_every_engine_and_is_told_once(
     assert config is not None
     assert '"max_batch_tokens":640' in config["data"]["limits.json"]
     assert [(e["reason"], e["note"]) for e in world.cluster.events] == [
-        ("LimitsChanged", "maxBatchTokens 2048 → 640: because")
+        ("Serving", "Ready: 2 of 2 replicas serve"),
+        ("LimitsChanged", "maxBatchTokens 2048 → 640: because"),
     ]
     parameter = next(p for p in world.status["parameters"] if p["name"] == "maxBatchTokens")
     assert str(parameter["applied"]) == "640"
@@ -305,7 +306,7 @@ async def test_a_recommendation_is_published_and_not_applied(
     for _ in range(3):
         await world.tick()
     assert world.fleet[world.pods[0]].limits.max_batch_tokens == 2048
-    assert [e["reason"] for e in world.cluster.events] == ["LimitsRecommended"]
+    assert [e["reason"] for e in world.cluster.events] == ["Serving", "LimitsRecommended"]
 
 
 async def test_turning_the_tuner_off_restores_the_spec(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
