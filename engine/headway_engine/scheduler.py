@@ -266,13 +266,15 @@ class Scheduler:
         if not crowded:
             running.sort(key=lambda s: s.remaining > 1)
         chunk_cap = self._chunk_cap()
+        block_tokens = self.pool.block_tokens
         for sequence in running:
             if not plan.budget:
                 break
             if sequence.status is not Status.RUNNING:
                 continue
             length = min(sequence.remaining, chunk_cap, plan.budget)
-            if self._make_room(sequence, sequence.computed + length, plan):
+            end = sequence.computed + length
+            if end <= len(sequence.block_table) * block_tokens or self._make_room(sequence, end, plan):
                 plan.add(sequence, length)
         for chunk in plan.chunks.values():
             if chunk.samples:
