@@ -22,6 +22,7 @@ from headway_engine.limits import clamp, differences
 from headway_engine.loop import Loop, Run, Scheduler
 from headway_engine.messages import Command, Died, Loading, Ready
 from headway_engine.protocol import Capacity, Limits, check_limits
+from headway_engine.tenants import TenantPolicy
 
 log = logging.getLogger("headway.core")
 
@@ -113,7 +114,17 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         tokenizer_dir=str(loaded.tokenizer_dir),
         stop_token_ids=loaded.eos_token_ids,
     )
-    return Core(Scheduler(capacity, limits, prefix_caching=settings.prefix_caching), built.run, ready)
+    scheduler = Scheduler(
+        capacity, limits, prefix_caching=settings.prefix_caching, tenants=tenant_policy(settings)
+    )
+    return Core(scheduler, built.run, ready)
+
+
+def tenant_policy(settings: config.EngineConfig) -> TenantPolicy:
+    """The rules of sharing that the file holds, or everyone alike. Raises msgspec.DecodeError."""
+    if settings.tenants_file is None:
+        return TenantPolicy()
+    return msgspec.json.decode(settings.tenants_file.read_bytes(), type=TenantPolicy)
 
 
 def main(

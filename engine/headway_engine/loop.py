@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+import msgspec
+
 from headway_engine.limits import differences, successor
 from headway_engine.logs import fields
 from headway_engine.messages import (
@@ -107,6 +109,7 @@ class Loop:
         self._warm_up_left = warm_up_steps
         self._failures = 0
         self._busy = False  # the last turn had a step
+        self._lowered = False  # the token budget, after a step ran out of memory
         self._retried = False  # the last step was run in parts, so its time means nothing
         self.limits = limits
 
@@ -172,12 +175,7 @@ class Loop:
                 self._note(self._scheduler.abort(request_id, now_s))
                 self._changed = True
             case SetLimits(ticket=ticket, limits=wanted):
-                limits = successor(self.limits, wanted)
-                if limits is not self.limits:
-                    self._scheduler.set_limits(limits)
-                    changes = {name: f"{was}->{now}" for name, was, now in differences(self.limits, limits)}
-                    log.info(fields("limits", **changes))
-                    self.limits = limits
+                self._put_in_force(wanted)
                 self._report(LimitsApplied(ticket=ticket, limits=self.limits))
             case Drain():
                 self._scheduler.drain()
@@ -185,11 +183,21 @@ class Loop:
             case Stop():  # handled by turn
                 raise AssertionError("Stop reached _apply")
 
+    def _put_in_force(self, wanted: Limits) -> None:
+        limits = successor(self.limits, wanted)
+        if limits is self.limits:
+            return
+        self._scheduler.set_limits(limits)
+        changes = {name: f"{was}->{now}" for name, was, now in differences(self.limits, limits)}
+        log.info(fields("limits", **changes))
+        self.limits = limits
+
     def _run_isolated(self, step: Step) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
         """The sampled tokens, and the sequences that failed with the reason.
 
-        When a step raises, its chunks are tried once more one by one, so that a request that poisons the
-        batch fails alone: computing a chunk again writes the same keys and values to the same place.
+        When a step raises, it is tried once more without the sequences that the error blames, or one by one
+        when it blames none, so that a request that poisons the batch fails alone: computing a chunk again
+        writes the same keys and values to the same place.
         """
         self._retried = False
         try:
@@ -198,17 +206,32 @@ class Loop:
             self._retried = True
             text = _words(error)
             log.warning(fields("step-failed", sequences=len(step.chunks), tokens=step.tokens, error=text))
-            if len(step.chunks) == 1:
-                return {}, {step.chunks[0].sequence.id: text}
+            if getattr(error, "out_of_memory", False):
+                self._lower_tokens(step.tokens)
+            blamed = set(getattr(error, "sequence_ids", ()))
+        if len(step.chunks) == 1:
+            return {}, {step.chunks[0].sequence.id: text}
+        failed = {chunk.sequence.id: text for chunk in step.chunks if chunk.sequence.id in blamed}
+        rest = tuple(chunk for chunk in step.chunks if chunk.sequence.id not in blamed)
         sampled: dict[RequestId, SampledToken] = {}
-        failed: dict[RequestId, str] = {}
-        for chunk in step.chunks:
+        for part in (rest,) if blamed and rest else ((chunk,) for chunk in rest):
             try:
-                sampled.update(self._run(Step(chunks=(chunk,))))
+                sampled.update(self._run(Step(chunks=part)))
             except Exception as error:  # noqa: BLE001
-                failed[chunk.sequence.id] = _words(error)
-                log.error(fields("request-failed", id=chunk.sequence.id, error=_words(error)))
+                failed.update((chunk.sequence.id, _words(error)) for chunk in part)
+        for request_id, message in failed.items():
+            log.error(fields("request-failed", id=request_id, error=message))
         return sampled, failed
+
+    def _lower_tokens(self, tokens: int) -> None:
+        """After a step that did not fit into memory: no step as large as that. Once; the capacity that was
+        measured at start leaves room, so a second time means something else, and each retry is small."""
+        wanted = max(tokens // 2, self.limits.max_batch_sequences)
+        if self._lowered or wanted >= self.limits.max_batch_tokens:
+            return
+        self._lowered = True
+        self._put_in_force(msgspec.structs.replace(self.limits, max_batch_tokens=wanted))
+        self._report(LimitsApplied(ticket=0, limits=self.limits))
 
     def _going_on(self, step: Step, failed: Mapping[RequestId, str]) -> bool:
         """False when the device, and not some request, makes every step fail."""

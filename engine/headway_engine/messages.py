@@ -96,7 +96,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class LimitsApplied(msgspec.Struct, frozen=True, tag="limits_applied"):
-    """The answer to SetLimits: what is in force now."""
+    """The answer to SetLimits: what is in force now. Ticket 0: the core changed them by itself."""
 
     ticket: int
     limits: Limits

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -126,10 +127,13 @@ async def read_body(http: HttpRequest) -> bytes:
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    async for piece in http.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
+    try:
+        async for piece in http.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large
+    except ClientDisconnect as error:
+        raise bad_request("the client left before its body was complete") from error
     return bytes(body)
 
 

@@ -232,6 +232,53 @@ def test_a_request_that_poisons_the_batch_fails_alone():
     assert not b.of_type(Died)
 
 
+class BlamingError(Exception):
+    """What a runner raises that knows who is to blame, or what it lacked."""
+
+    def __init__(self, *ids, out_of_memory=False):
+        super().__init__("no luck")
+        self.sequence_ids = ids
+        self.out_of_memory = out_of_memory
+
+
+def test_a_step_that_names_its_culprit_is_repeated_once_without_it():
+    """One more step for the others, and not one for each."""
+    sizes = []
+
+    def run(step):
+        sizes.append(len(step.chunks))
+        if any(c.sequence.id == "bad" for c in step.chunks):
+            raise BlamingError("bad")
+        return {c.sequence.id: SampledToken(7) for c in step.chunks if c.samples}
+
+    b = Bench(run=run)
+    for id in ("a", "bad", "c"):
+        b.submit(id, max_tokens=1)
+    b.turn()
+    assert sizes == [3, 2]
+    assert b.events("bad")[-1].reason is FinishReason.ERROR
+    assert b.events("a")[-1] == b.events("a")[-1].__class__("a", FinishReason.LENGTH)
+
+
+def test_a_step_that_runs_out_of_memory_lowers_the_token_budget_once():
+    """Its requests are tried one by one; the new limit is reported, with a new generation."""
+
+    def run(step):
+        if step.tokens > 12:
+            raise BlamingError(out_of_memory=True)
+        return {c.sequence.id: SampledToken(7) for c in step.chunks if c.samples}
+
+    b = Bench(run=run)
+    for id in ("a", "b"):
+        b.submit(id, range(1, 11), max_tokens=1)
+    b.turn()
+    assert b.of_type(LimitsApplied) == [
+        LimitsApplied(0, msgspec.structs.replace(LIMITS, max_batch_tokens=10, generation=1))
+    ]
+    for id in ("a", "b"):
+        assert b.events(id)[-1] == Finished(id, FinishReason.LENGTH)
+
+
 def test_a_poisoned_request_that_is_repeated_for_ever_does_not_end_the_core():
     """Suspicion leads to a probe, and the probe succeeds."""
     b = Bench()

@@ -305,6 +305,36 @@ def test_a_poisoned_request_fails_and_the_engine_lives(client, engine):
     assert engine.get("/healthz")[0] == 200
 
 
+def test_a_failure_in_mid_stream_is_an_event_and_then_the_end(slow_engine):
+    """Row C.4 35: an error event, no [DONE], no hang; the client's library raises."""
+    answer = post(slow_engine, "/v1/completions", {"prompt": "☠☠a", "stream": True, "max_tokens": 50})
+    assert answer.status_code == 200
+    events = [line for line in answer.text.splitlines() if line]
+    assert "poisoned" in json.loads(events[-1][6:])["error"]["message"]
+    text = "".join(json.loads(e[6:])["choices"][0]["text"] for e in events[:-1])
+    assert "bcdef".startswith(text)
+    client = openai.OpenAI(base_url=f"{slow_engine.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="poisoned"):
+        list(complete(client, "☠☠a", max_tokens=50, stream=True))
+
+
+async def test_counts_are_exact_while_sequences_are_preempted(engine):
+    """Row C.4 25: more tokens than the cache holds at once; usage and text are those of a quiet engine."""
+    before = engine.metrics()
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        body = {"prompt": "abc", "max_tokens": 260, "n": 8}
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(6)))
+    expected = (ALPHABET * 11)[3:263]
+    for answer in answers:
+        assert {c["text"] for c in answer.json()["choices"]} == {expected}
+        assert answer.json()["usage"]["completion_tokens"] == 8 * 260
+        assert answer.json()["usage"]["prompt_tokens"] == 3
+    after = engine.metrics()
+    assert after["headway_preemptions_total"] > before["headway_preemptions_total"]
+    made = after["headway_output_tokens_total"] - before["headway_output_tokens_total"]
+    assert made == 6 * 8 * 260
+
+
 # Leaving.
 
 

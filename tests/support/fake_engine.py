@@ -1,7 +1,8 @@
 """An engine whose model is a toy: the real front end, channel, loop and scheduler, and no torch.
 
 The toy continues the alphabet ("abc" is followed by "defgh..."), repeats the last character when it is not a
-letter, ends its text after a full stop, and raises on a prompt with a skull (☠) in it. Run as a program, it
+letter, ends its text after a full stop, and raises on a prompt with a skull (☠) in it: at once, or with
+two of them in mid-stream. Run as a program, it
 takes the engine's own arguments. FAKE_STEP_S slows its steps; FAKE_LOAD says how loading goes (`ok`, `fail`,
 `slow`); FAKE_BROKEN makes every step fail.
 """
@@ -50,7 +51,9 @@ class Toy:
         return {c.sequence.id: self._sample(c) for c in step.chunks if self._check(c).samples}
 
     def _check(self, chunk: Chunk) -> Chunk:
-        if _contains(chunk.sequence.request.prompt, self._skull):
+        prompt = chunk.sequence.request.prompt
+        in_time = _contains(prompt, self._skull * 2) and chunk.sequence.output_len < 5
+        if _contains(prompt, self._skull) and not in_time:
             raise RuntimeError("a poisoned prompt")
         return chunk
 
