@@ -138,7 +138,7 @@ def _bounds_rules(spec: Json) -> Iterator[Problem]:
 
 
 def _quantity(value: int | str) -> Decimal:
-    number: Decimal = parse_quantity(value)  # type: ignore[no-untyped-call]
+    number: Decimal = parse_quantity(value)
     return number
 
 

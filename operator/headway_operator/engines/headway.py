@@ -35,7 +35,7 @@ def _threads(resource: Resource) -> str | None:
         argument.startswith("--threads") for argument in resource.runtime.extra_args
     ):
         return None
-    cores: Decimal = parse_quantity(limits["cpu"])  # type: ignore[no-untyped-call]
+    cores: Decimal = parse_quantity(limits["cpu"])
     return str(max(1, math.floor(cores)))
 
 
