@@ -18,7 +18,7 @@ import msgspec
 
 from headway_engine.protocol import MANAGEMENT_PORT, Capacity
 from headway_operator import manifests, status
-from headway_operator.cluster import Cluster, ClusterError, Forbidden, Manifest, Refused
+from headway_operator.cluster import Cluster, ClusterError, Forbidden, Gone, Manifest, Refused
 from headway_operator.fleet import Fleet, FleetError, PodRef, Unreachable
 from headway_operator.invalid import invalid_status
 from headway_operator.known import Basis, Known, plain, wanted_limits
@@ -353,14 +353,16 @@ class Reconciler:
 
     async def _write_status(self, body: Manifest, after: Mapping[str, Any]) -> None:
         metadata = body["metadata"]
-        await self._cluster.apply_status(
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "metadata": {"namespace": metadata["namespace"], "name": metadata["name"]},
-                "status": dict(after),
-            }
-        )
+        manifest = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"namespace": metadata["namespace"], "name": metadata["name"]},
+            "status": dict(after),
+        }
+        try:
+            await self._cluster.apply_status(manifest)
+        except Gone:
+            return  # deleted while we looked: the next run sees it
         self._reports.status_written()
 
     async def _tell(self, body: Manifest, known: Known, news: Iterable[News]) -> None:
