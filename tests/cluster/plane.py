@@ -31,6 +31,7 @@ API_PORT = 6443
 RANGES = ((PLANE_IP, 16), (SERVICE_IP, 16))
 SERVER = f"https://{PLANE_IP}:{API_PORT}"
 READY_TIMEOUT_S = 90.0
+FOLDER_PREFIX = "headway-plane-"
 
 AUDIT_POLICY = """
 apiVersion: audit.k8s.io/v1
@@ -71,6 +72,14 @@ def binaries(lane: str = "1.37") -> Path:
     return Path(done.stdout.strip())
 
 
+def _sweep(base: Path) -> None:
+    """Remove what test runs that were killed have left in memory."""
+    for folder in base.glob(f"{FOLDER_PREFIX}*-*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class Plane:
     """A running control plane. `kubectl` and `helm` run inside its network."""
 
@@ -93,8 +102,10 @@ class Plane:
         except OSError as error:
             raise PlaneError(f"this user may not make a network namespace ({error}): run as root") from error
         memory = Path("/dev/shm")
-        base = memory if os.access(memory, os.W_OK) else None
-        plane = cls(assets, namespace, Path(tempfile.mkdtemp(prefix="headway-plane-", dir=base)))
+        base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        _sweep(base)
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=base))
+        plane = cls(assets, namespace, folder)
         try:
             plane._start()
         except BaseException:
@@ -230,7 +241,7 @@ class Plane:
     # What tests ask of it.
 
     def command(
-        self, *argv: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0, **env: str
+        self, *argv: str, stdin: str | None = None, check: bool = True, timeout_s: float = 290.0, **env: str
     ) -> "subprocess.CompletedProcess[str]":
         """Run a program in the plane's network with the admin's kubeconfig; AssertionError where it fails."""
         environment = {**os.environ, "KUBECONFIG": str(self.admin), **env}

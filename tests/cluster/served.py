@@ -14,7 +14,7 @@ from headway_local.pod import PodProcess
 from support.resources import a_body, merged
 
 Json = dict[str, Any]
-READY_TIMEOUT_S = 120
+READY_TIMEOUT_S = 240
 MODEL = "random://llama?hidden=64&layers=2&heads=4&kv_heads=2&vocab=512&context=8192&seed=7"
 SMALL: Json = {
     "model": {"uri": MODEL, "maxModelLen": 4096},
@@ -47,6 +47,7 @@ class Served:
         plane.apply({**body, "metadata": {**body["metadata"], "namespace": namespace}})
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
+        """kubectl in the resource's namespace; its output."""
         return self.plane.kubectl("-n", self.namespace, *arguments, check=check).stdout
 
     def wait_ready(self) -> "Served":

@@ -14,7 +14,7 @@ from cluster.plane import ROOT, Plane
 from cluster.served import Served, Stopwatch, small, stream
 from support.eventually import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.model

@@ -16,7 +16,7 @@ from headway_operator.resource import parse
 from headway_operator.tuner.memory import Memory, to_status
 from support.eventually import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def kill(process: PodProcess) -> None:
