@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headway_engine.protocol import InvalidLimits, Limits, Objectives, check_limits
+from headway_engine.protocol import Capacity, InvalidLimits, Limits, Objectives, check_limits
 from headway_operator.cluster import Manifest
 from headway_operator.fleet import Unreachable
 from headway_operator.metrics import Observation, Sample
@@ -24,12 +24,14 @@ class Basis:
     """The part of a spec that limits are decided from. Another basis: another decision."""
 
     limits: Limits
+    capacity: Capacity
     slo: Slo
     tuning: Tuning
 
     @classmethod
     def of(cls, resource: Resource) -> "Basis":
-        return cls(resource.batching.limits(), resource.slo, resource.tuning)
+        batching = resource.batching
+        return cls(batching.limits(), batching.envelope(), resource.slo, resource.tuning)
 
     @property
     def objectives(self) -> Objectives:

@@ -348,6 +348,19 @@ async def test_a_restarted_controller_goes_on_with_the_tuned_limits(
     assert world.fleet[world.pods[0]].puts == puts
 
 
+async def test_a_lowered_capacity_never_meets_limits_above_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New engines reserve less: the tuned limits of before would keep them from starting."""
+    set_verdict(monkeypatch, 6000)
+    await world.settle()
+    world.edit({"batching": {"capacity": {"maxBatchTokens": 4096}}})
+    await world.change()
+    config = world.cluster.peek("ConfigMap", "chat-limits")
+    assert config is not None
+    assert '"max_batch_tokens":2048' in config["data"]["limits.json"]
+
+
 async def test_an_edit_while_the_controller_was_away_wins_over_the_tuned_limits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
