@@ -88,7 +88,10 @@ class HttpFleet:
 
     async def _scrape_one(self, pod: PodRef) -> Sample | Unreachable:
         try:
-            async with self._slots, self._client().get(_url(pod, METRICS_PATH)) as response:
+            async with (
+                self._slots,
+                self._client().get(_url(pod, METRICS_PATH), allow_redirects=False) as response,
+            ):
                 body = await _read(response)
                 if response.status != 200:
                     return Unreachable(f"{METRICS_PATH} answered {response.status}")
@@ -106,7 +109,9 @@ class HttpFleet:
         try:
             async with (
                 self._slots,
-                self._client().put(_url(pod, path), data=data, headers=headers) as response,
+                self._client().put(
+                    _url(pod, path), data=data, headers=headers, allow_redirects=False
+                ) as response,
             ):
                 body = await _read(response)
                 status = response.status
@@ -124,7 +129,7 @@ class HttpFleet:
 
     def _client(self) -> aiohttp.ClientSession:
         # Made on first use: a session belongs to the running event loop. Proxies of the environment are
-        # not for pods, and redirects would carry the key elsewhere.
+        # not for pods. Redirects are never followed: they would carry the key elsewhere.
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=self._timeout, trust_env=False)
         return self._session
