@@ -23,7 +23,7 @@ from headway_cli.documents import Manifest, read_resources
 from headway_cli.probe import Suited
 from headway_cli.report import Record, Report
 from headway_cli.traces import Arrival
-from headway_cli.up import Session, event_line
+from headway_cli.up import Session, changes
 from headway_operator.resource import Slo
 
 TRACE_START_S = 360.0
@@ -218,7 +218,7 @@ def conclude(session: Session, act: Act) -> None:
     )
     session.console.print("\n    Decisions, and why:", markup=False)
     for event in session.events:
-        session.console.print("    " + event_line(event).replace("; ", "\n              "), markup=False)
+        session.console.print("    " + "\n              ".join(changes(event)), markup=False)
     if not session.events:
         session.console.print("    none: the traffic ended before the tuner had seen enough", markup=False)
     if whole.client_too_slow:

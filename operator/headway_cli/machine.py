@@ -35,8 +35,6 @@ from headway_operator.schema import admit
 
 ENGINE_IMAGE = "headway-engine:local"
 CACHE_VOLUME = "headway-cache"
-GIVE_UP_AFTER_RESTARTS = 3
-"""An engine that never got ready and ended so often will not: its log says why."""
 
 
 class WallClock:
@@ -147,7 +145,12 @@ class OneMachine:
             reports=self._report,
         )
         self._queue = WorkQueue(self._work, chance=random.random, patience=_patience)
-        await self._open_endpoint()
+        try:
+            await self._open_endpoint()
+        except UserError:
+            await self.cluster.close(0)
+            await self._session.close()
+            raise
         for other in self._others:
             self.cluster.put(other)
         self.cluster.put(self._resource)
@@ -274,9 +277,11 @@ class OneMachine:
             return "starting the engine process"
 
     def _check_hopeless(self, pod: PodProcess) -> None:
-        if pod.facts.restarts >= GIVE_UP_AFTER_RESTARTS:
+        """Two ends before the first request could be served are no accident."""
+        state = pod.facts.state
+        if isinstance(state, Waiting) and state.reason == "CrashLoopBackOff":
             raise Failed(
-                f"the engine ended {pod.facts.restarts} times before it could serve. "
+                f"the engine ended {pod.facts.restarts + 1} times before it could serve. "
                 f"The end of its log ({pod.log_path}):\n{pod.log_tail(20)}"
             )
 

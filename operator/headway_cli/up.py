@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import shutil
 import signal
 import tempfile
@@ -36,6 +37,8 @@ DEFAULT_PORT = 8000
 REFRESH_S = 1.0
 PLAIN_EVERY_S = 10.0
 SHOWN_DECISIONS = 6
+
+_NEXT_CHANGE = re.compile(r"; (?=\w+ \d+ → )")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +228,7 @@ class Session:
             slo=self.machine.resource.slo,
             verdict=self.machine.verdict,
             reason=str(tuning.get("message", "")),
-            decisions=tuple(event_line(e) for e in self.events[-SHOWN_DECISIONS:]),
+            decisions=tuple(short_line(e) for e in self.events[-SHOWN_DECISIONS:]),
             traffic=self.traffic,
         )
 
@@ -300,3 +303,13 @@ def event_line(event: Event) -> str:
     """An event as one line."""
     advice = "would set " if event.reason == "LimitsRecommended" else ""
     return f"{event.at.astimezone():%H:%M:%S}  {advice}{event.note}"
+
+
+def changes(event: Event) -> list[str]:
+    """The event's changes, one per limit that moved."""
+    return _NEXT_CHANGE.split(event_line(event))
+
+
+def short_line(event: Event) -> str:
+    """An event for a table: what moved, and the first words of why."""
+    return "; ".join(re.split(r"\. | \(", change)[0] for change in changes(event))

@@ -3,18 +3,24 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from headway_cli import client
+from headway_cli.__main__ import main
 from headway_cli.client import Api, Ending, Endpoint
+from headway_cli.up import changes, event_line, short_line
+from headway_local.local_cluster import Event
 from support.eventually import eventually
 
 TINY = """apiVersion: headway.dev/v1alpha1
@@ -112,38 +118,52 @@ async def test_it_serves_shows_what_happens_and_ends_well(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
-        (TINY.replace("  slo:", "  slow:"), (), "spec.slow: is not a field"),
-        (TINY.replace("runtime: {", "runtime: {image: other/image, "), (), "spec.runtime.image"),
-        (TINY, ("--trace", "none.csv"), "No such file"),
+        (TINY.replace("  slo:", "  slow:"), [], "spec.slow: is not a field"),
+        (TINY.replace("runtime: {", "runtime: {image: other/image, "), [], "spec.runtime.image"),
+        (TINY, ["--trace", "none.csv"], "No such file"),
     ],
 )
-async def test_what_the_user_must_mend_is_said_and_ends_with_2(
-    tmp_path: Path, text: str, words: tuple[str, ...], says: str
+def test_what_the_user_must_mend_is_said_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], says: str
 ) -> None:
-    """Before anything is started that would have to be cleaned up."""
+    """Before any pod is started."""
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    async with up(file, *words) as (process, said):
-        assert await process.wait() == 2
-        await eventually(lambda: says in "\n".join(said))
+    assert main(["up", "-f", str(file), "--port", "0", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
-async def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the option that helps."""
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY)
-    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, up(file, "--port", str(port)) as (process, said):
-        assert await process.wait() == 2
-        await eventually(lambda: "--port 0 takes any" in "\n".join(said))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["up", "-f", str(file), "--port", str(taken.getsockname()[1])]) == 2
+    assert "--port 0 takes any" in capsys.readouterr().err
+
+
+def test_an_event_reads_as_a_line_as_changes_and_in_short() -> None:
+    """The full sentence for the summary, the first words for the table."""
+    note = (
+        "maxBatchTokens 400 → 160: ITL binds (x0.4). Step = 54 ms; target 580 ms; window 1 → 2: idle. Often"
+    )
+    event = Event(datetime(2026, 1, 1, 12, 0, 0).astimezone(), "Normal", "LimitsRecommended", note)
+    assert event_line(event) == f"12:00:00  would set {note}"
+    assert changes(event)[1] == "window 1 → 2: idle. Often"
+    assert short_line(event) == "12:00:00  would set maxBatchTokens 400 → 160: ITL binds; window 1 → 2: idle"
 
 
 @pytest.mark.slow
-async def test_an_engine_that_cannot_start_is_given_up_with_its_log(tmp_path: Path) -> None:
-    """Exit 1, and the reason that the engine gave."""
+def test_an_engine_that_cannot_start_is_given_up_with_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit 1, the reason that the engine gave, and where its whole log is."""
     file = tmp_path / "tiny.yaml"
-    file.write_text(TINY.replace("random://llama?", "random://nosuchmodel?"))
-    async with up(file) as (process, said):
-        assert await asyncio.wait_for(process.wait(), 120) == 1
-        await eventually(lambda: "nosuchmodel" in "\n".join(said) and "log" in "\n".join(said))
+    file.write_text(TINY.replace("--threads=1", "--nonsense"))
+    assert main(["up", "-f", str(file), "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: --nonsense" in said
+    log = re.search(r"\((/.*/log\.txt)\)", said)
+    assert log is not None
+    assert Path(log[1]).is_file()
+    shutil.rmtree(Path(log[1]).parents[1])
