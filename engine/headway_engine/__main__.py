@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
@@ -58,7 +59,7 @@ async def serve(
     telemetry = Telemetry(starting_objectives(settings), start_time_s=time.time())
     core = CoreClient(telemetry)
     name = config.served_name(settings)
-    front = Front(core, telemetry, name, created=int(time.time()))
+    front = Front(core, telemetry, name, created=int(time.time()), keys=api_keys(settings))
     key = os.environ.get(CONTROL_KEY_ENV, "")
     apps = {
         settings.port: public_app(front),
@@ -165,6 +166,16 @@ def starting_objectives(settings: config.EngineConfig) -> Objectives:
         return decode_objectives(settings.objectives_file.read_bytes())
     except (OSError, ControlError) as error:
         raise SystemExit(f"--objectives-file {settings.objectives_file}: {error}") from error
+
+
+def api_keys(settings: config.EngineConfig) -> dict[str, str] | None:
+    """API key to tenant, or None when the API is open. Exits with words for a bad file."""
+    if settings.keys_file is None:
+        return None
+    try:
+        return msgspec.json.decode(settings.keys_file.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise SystemExit(f"--keys-file {settings.keys_file}: {error}") from error
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:

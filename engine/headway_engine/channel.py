@@ -18,8 +18,6 @@ _LENGTH = struct.Struct("<I")
 _BUFFER_BYTES = 4 << 20
 """Socket buffers: room for some hundred steps, so that a short pause of one side does not stop the other."""
 
-MAX_FRAME_BYTES = 1 << 30
-
 
 class ChannelClosed(Exception):
     """The process at the other end is gone."""

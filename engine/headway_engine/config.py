@@ -34,6 +34,7 @@ class EngineConfig:
     limits_file: Path | None = None
     objectives_file: Path | None = None
     tenants_file: Path | None = None
+    keys_file: Path | None = None
     drain_timeout_s: float = 60.0
     stall_limit_s: float = 60.0
     threads: int = 0  # 0: all cores that the process may use
@@ -100,6 +101,12 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=d.tenants_file,
         help="JSON of the tenants' weights, priorities, caps",
+    )
+    p.add_argument(
+        "--keys-file",
+        type=Path,
+        default=d.keys_file,
+        help="JSON object, API key to tenant; with it, the API needs one of the keys",
     )
     p.add_argument(
         "--drain-timeout-s",

@@ -114,6 +114,10 @@ class CoreClient:
                 await self._take(await end.receive())
         except ChannelClosed:
             self.lose("the engine core ended unexpectedly")
+        except Exception as error:
+            # Without a reader of reports nothing can be served, whatever the reason is.
+            log.exception(fields("reading-failed"))
+            self.lose(f"{type(error).__name__}: {error}")
 
     def submit(self, requests: Sequence[Request], box: Mailbox) -> None:
         """Hand requests to the core; the mailbox gets all that comes of them."""

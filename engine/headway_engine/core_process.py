@@ -113,6 +113,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         runner=built.name,
         tokenizer_dir=str(loaded.tokenizer_dir),
         stop_token_ids=loaded.eos_token_ids,
+        vocab_size=int(getattr(loaded.config.get_text_config(), "vocab_size", 0)),
     )
     scheduler = Scheduler(
         capacity, limits, prefix_caching=settings.prefix_caching, tenants=tenant_policy(settings)

@@ -207,6 +207,7 @@ class Call:
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     template_values: dict[str, Any]
+    max_tokens_field: str  # what the client called it
     n: int
     stops: tuple[str, ...]
     ignore_eos: bool
@@ -288,6 +289,7 @@ def parse_chat(body: bytes) -> Call:
         logprobs=(b.top_logprobs or 0) if b.logprobs else -1,
         messages=plain_messages(b.messages),
         template_values=b.chat_template_kwargs or {},
+        max_tokens_field="max_completion_tokens" if b.max_completion_tokens else "max_tokens",
     )
 
 
@@ -300,6 +302,7 @@ def _call(
     prompts: tuple[Prompt, ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
     template_values: dict[str, Any] | None = None,
+    max_tokens_field: str = "max_tokens",
     echo: bool = False,
 ) -> Call:
     if b.stream_options is not None and not b.stream:
@@ -330,6 +333,7 @@ def _call(
         prompts=prompts,
         messages=messages,
         template_values=template_values or {},
+        max_tokens_field=max_tokens_field,
         n=b.n or 1,
         stops=_stops(b.stop),
         ignore_eos=bool(b.ignore_eos),
@@ -537,13 +541,30 @@ def _label(text: str, raw: bytes) -> str:
     return text if text.encode() == raw else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def models(name: str, created: int, max_model_tokens: int) -> bytes:
-    """/v1/models: the one model that is served."""
-    entry = {
+def model(name: str, created: int, max_model_tokens: int) -> dict[str, Any]:
+    """The one model that is served, as /v1/models shows it."""
+    return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "headway",
         "max_model_len": max_model_tokens,
     }
-    return msgspec.json.encode({"object": "list", "data": [entry]})
+
+
+def request_body(type: type[msgspec.Struct]) -> dict[str, Any]:
+    """OpenAPI's description of a route that takes this body."""
+    (schema,), components = msgspec.json.schema_components([type], ref_template="#/$defs/{name}")
+    inlined = _inline(schema, components)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
+
+
+def _inline(schema: Any, components: dict[str, Any]) -> Any:
+    """The schema with what it refers to in place: each route then stands for itself."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inline(components[schema["$ref"].rsplit("/", 1)[-1]], components)
+        return {key: _inline(value, components) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_inline(item, components) for item in schema]
+    return schema

@@ -6,10 +6,11 @@ nothing of torch.
 """
 
 import asyncio
+import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ class Serving:
     tokeniser: Tokeniser
     limits: Limits
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this one have a meaning and weights. A tokenizer may know more than the model."""
+        return min(self.tokeniser.vocab_size, self.ready.vocab_size or self.tokeniser.vocab_size)
+
 
 class Front:
     """What the routes share: the core, the counters, the served name."""
@@ -63,6 +69,7 @@ class Front:
         *,
         created: int,
         clock: Callable[[], float] = time.monotonic,
+        keys: Mapping[str, str] | None = None,
         stalled_reader_s: float = STALLED_READER_S,
     ) -> None:
         self.core = core
@@ -70,6 +77,7 @@ class Front:
         self.served_name = served_name
         self.created = created
         self.clock = clock
+        self.keys = None if keys is None else {digest(key): tenant for key, tenant in keys.items()}
         self.stalled_reader_s = stalled_reader_s
 
     def serving(self) -> Serving:
@@ -93,9 +101,9 @@ class Front:
         except ApiError:
             self.telemetry.turned_away()
             raise
+        tenant = tenant_of(http, self.keys)
         call = parse(await read_body(http))
         self.check_model(call.model)
-        tenant = tenant_of(http)
         prompts = await encode_prompts(call, serving)
         requests, choices = build(call, prompts, serving, tenant=tenant, arrival_s=arrival_s)
         self.check_flood(len(requests), serving.limits)
@@ -137,12 +145,24 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-def tenant_of(http: HttpRequest) -> str:
-    """The tenant that the header names; no header is the tenant without a name."""
+def tenant_of(http: HttpRequest, keys: Mapping[bytes, str] | None) -> str:
+    """Who asks. With keys, the key says it, and no key is a 401; without, the header does, and no header is
+    the tenant without a name."""
+    if keys is not None:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        tenant = keys.get(digest(given))
+        if tenant is None:
+            raise ApiError(401, "this API needs a valid key", code="invalid_api_key")
+        return tenant
     tenant = http.headers.get(TENANT_HEADER, "")
     if tenant and not _TENANT.fullmatch(tenant):
         raise bad_request(f"{TENANT_HEADER} must be 1 to 64 letters, digits or ._:@-")
     return tenant
+
+
+def digest(key: str) -> bytes:
+    """Keys are kept and looked up by digest: how long a look-up takes says nothing about them."""
+    return hashlib.sha256(key.encode()).digest()
 
 
 async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
@@ -152,14 +172,14 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
     if call.messages:
         text = render(tokeniser, call.messages, add_generation_prompt=True, **call.template_values)
         ids = await encode_text(tokeniser, text, limit, "messages", add_special_tokens=False)
-        return [checked(ids, limit, tokeniser.vocab_size, "messages")]
+        return [checked(ids, limit, serving.vocab_size, "messages")]
     prompts = []
     for prompt in call.prompts:
         if isinstance(prompt, str):
             ids = await encode_text(tokeniser, prompt, limit, "prompt", add_special_tokens=True)
         else:
             ids = list(prompt)
-        prompts.append(checked(ids, limit, tokeniser.vocab_size, "prompt"))
+        prompts.append(checked(ids, limit, serving.vocab_size, "prompt"))
     return prompts
 
 
@@ -209,11 +229,11 @@ def build(
     tokeniser = serving.tokeniser
     asked = call.sampling
     if asked.max_tokens > context:
-        name = "max_tokens"
+        name = call.max_tokens_field
         raise bad_request(
             f"{name}: {asked.max_tokens} is above the model's context of {context} tokens", name
         )
-    if any(token >= tokeniser.vocab_size for token, _ in asked.logit_bias):
+    if any(token >= serving.vocab_size for token, _ in asked.logit_bias):
         raise bad_request("logit_bias: a token id is outside the vocabulary", "logit_bias")
     ends = frozenset(() if call.ignore_eos else serving.ready.stop_token_ids) | frozenset(
         asked.stop_token_ids
@@ -228,7 +248,7 @@ def build(
                 asked,
                 max_tokens=max_tokens,
                 min_tokens=min(asked.min_tokens, max_tokens),
-                top_k=min(asked.top_k, tokeniser.vocab_size),
+                top_k=min(asked.top_k, serving.vocab_size),
                 seed=openai.seed_of(call, index),
                 stop_token_ids=tuple(sorted(ends)),
             )
@@ -274,6 +294,7 @@ class Reply(Response):
         self._box = Mailbox()
         self._head = Head(call.kind, openai.new_id(call.kind), int(time.time()), front.served_name)
         self._streaming = False  # headers of a stream are out
+        self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         core = self._front.core
@@ -281,17 +302,25 @@ class Reply(Response):
         answering = asyncio.ensure_future(self._answer(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            stalled_s = self._front.stalled_reader_s
+            while not self._stalled(stalled_s):
+                tasks = {answering, leaving}
+                done, _ = await asyncio.wait(tasks, timeout=stalled_s, return_when=asyncio.FIRST_COMPLETED)
+                if done:
+                    break
             if answering.done():
                 answering.result()
-        except TimeoutError:
-            pass  # the client reads no more; it is treated as gone
         finally:
             for request in self._requests:
                 core.end(request.id, Outcome.ABORTED)
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    def _stalled(self, limit_s: float) -> bool:
+        """The client has taken nothing for so long that it is treated as gone."""
+        since_s = self._sending_since_s
+        return since_s is not None and self._front.clock() - since_s >= limit_s
 
     async def _answer(self, send: Send) -> None:
         try:
@@ -364,8 +393,10 @@ class Reply(Response):
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _send_body(self, send: Send, body: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(self._front.stalled_reader_s):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        # A timer for each send would cost as much as the send.
+        self._sending_since_s = self._front.clock()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since_s = None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -440,23 +471,33 @@ def public_app(front: Front) -> ASGIApp:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected_error)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=openai.request_body(openai.ChatBody))
     async def chat_completions(http: HttpRequest) -> Response:
         return await front.generate(http, openai.parse_chat)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=openai.request_body(openai.CompletionBody))
     async def completions(http: HttpRequest) -> Response:
         return await front.generate(http, openai.parse_completion)
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        serving = front.serving()
-        context = serving.ready.capacity.max_model_tokens
-        return json_response(openai.models(front.served_name, front.created, context))
+    def model() -> dict[str, Any]:
+        context = front.serving().ready.capacity.max_model_tokens
+        return openai.model(front.served_name, front.created, context)
 
-    @app.post("/tokenize")
+    @app.get("/v1/models")
+    async def models(http: HttpRequest) -> Response:
+        tenant_of(http, front.keys)
+        return json_response(msgspec.json.encode({"object": "list", "data": [model()]}))
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(http: HttpRequest, name: str) -> Response:
+        tenant_of(http, front.keys)
+        front.check_model(name)
+        return json_response(msgspec.json.encode(model()))
+
+    @app.post("/tokenize", openapi_extra=openai.request_body(openai.TokenizeBody))
     async def tokenize(http: HttpRequest) -> Response:
         serving = front.serving()
+        tenant_of(http, front.keys)
         body = openai.decode(await read_body(http), openai.TokenizeBody)
         front.check_model(body.model)
         limit = serving.ready.capacity.max_model_tokens
@@ -474,9 +515,10 @@ def public_app(front: Front) -> ASGIApp:
         ids = await encode_text(serving.tokeniser, text, limit, "prompt", add_special_tokens=special)
         return json_response(msgspec.json.encode({"count": len(ids), "max_model_len": limit, "tokens": ids}))
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=openai.request_body(openai.DetokenizeBody))
     async def detokenize(http: HttpRequest) -> Response:
         serving = front.serving()
+        tenant_of(http, front.keys)
         body = openai.decode(await read_body(http), openai.DetokenizeBody)
         front.check_model(body.model)
         if any(id >= serving.tokeniser.vocab_size for id in body.tokens):
