@@ -69,7 +69,7 @@ class Volumes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _place(self, volume: Manifest) -> Path:
-        target = self._folder / "volumes" / volume["name"]
+        target: Path = self._folder / "volumes" / volume["name"]
         if "hostPath" in volume:
             return Path(volume["hostPath"]["path"])
         if "persistentVolumeClaim" in volume:
