@@ -8,12 +8,13 @@ import importlib
 import sys
 from importlib.metadata import version
 
-from headway_cli.console import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Failed, UserError
+from headway_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Failed, UserError
 
 COMMANDS = {
     "demo": "see a real model answer, and the tuner at work, on this machine",
     "up": "serve a resource on this machine, without a cluster",
     "replay": "play a request trace against an OpenAI endpoint and measure",
+    "status": "say in words how a deployment in the cluster does, why, and what would change it",
 }
 
 

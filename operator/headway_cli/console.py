@@ -1,30 +1,9 @@
-"""What the command line tool says and how: a terminal gets colour and live tables, a pipe gets plain lines.
-
-`UserError` is what a user can mend: it is shown without a traceback and ends the program with status 2.
-"""
+"""How the command line tool speaks: colour and live tables in a terminal, plain lines in a pipe."""
 
 import sys
 from typing import TextIO
 
 from rich.console import Console
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
-
-class UserError(Exception):
-    """Something that the user can mend. `hint` says how, where the message does not."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
-
-
-class Failed(Exception):
-    """Something went wrong that is not the user's doing; ends the program with status 1."""
 
 
 def make_console(file: TextIO | None = None) -> Console:

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from headway_cli import client, openloop, probe, report, table, traces
 from headway_cli.client import Answer, Ending
-from headway_cli.console import Failed, make_console, step
+from headway_cli.console import make_console, step
 from headway_cli.documents import Manifest, read_resources
+from headway_cli.errors import Failed
 from headway_cli.probe import Suited
 from headway_cli.report import Record, Report
 from headway_cli.traces import Arrival

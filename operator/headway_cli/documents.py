@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from headway_cli.console import UserError
+from headway_cli.errors import UserError
 from headway_operator.resource import API_VERSION, KIND, InvalidSpec
 from headway_operator.schema import admit
 

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from headway_cli.console import Failed, UserError
+from headway_cli.errors import Failed, UserError
 from headway_engine.protocol import READY_PATH
 from headway_local.images import Images as LocalImages
 from headway_local.local_cluster import Event, LocalCluster

@@ -14,7 +14,7 @@ import aiohttp
 
 from headway_cli import client, prompts
 from headway_cli.client import Answer, Ending, Endpoint
-from headway_cli.console import Failed
+from headway_cli.errors import Failed
 from headway_cli.openloop import CHAT_FRAME_TOKENS
 
 STREAMS = 6

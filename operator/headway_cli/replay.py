@@ -11,7 +11,8 @@ from rich.console import Console
 
 from headway_cli import client, openloop, report, table, traces
 from headway_cli.client import Api, Endpoint
-from headway_cli.console import EXIT_OK, Failed, UserError, make_console, step
+from headway_cli.console import make_console, step
+from headway_cli.errors import EXIT_OK, Failed, UserError
 from headway_cli.report import Record
 from headway_cli.traces import Arrival, BadTrace
 from headway_operator.resource import Percentile, Slo, Target, duration_ms

@@ -24,8 +24,9 @@ from rich.live import Live
 
 from headway_cli import openloop, replay, report, table
 from headway_cli.client import Endpoint
-from headway_cli.console import EXIT_INTERRUPTED, EXIT_OK, make_console, step
+from headway_cli.console import make_console, step
 from headway_cli.documents import read_resources
+from headway_cli.errors import EXIT_INTERRUPTED, EXIT_OK
 from headway_cli.figures import Figures, Meter
 from headway_cli.machine import OneMachine
 from headway_cli.report import Record

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headway_cli.console import UserError
 from headway_cli.documents import read_resources
+from headway_cli.errors import UserError
 
 MINIMAL = """apiVersion: headway.dev/v1alpha1
 kind: InferenceDeployment

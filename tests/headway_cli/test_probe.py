@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway_cli import probe
 from headway_cli.client import Endpoint
-from headway_cli.console import Failed
+from headway_cli.errors import Failed
 from headway_cli.probe import Speed
 from support.openai_fake import fake_endpoint
 
