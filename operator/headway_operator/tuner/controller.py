@@ -17,7 +17,15 @@ from headway_operator.resource import Batching, OnMetricsLoss, Slo, Tuning, Tuni
 from headway_operator.tuner.evidence import Evidence, TargetEvidence, gather
 from headway_operator.tuner.explain import explain, standing
 from headway_operator.tuner.feasibility import assess, settle
-from headway_operator.tuner.learn import ENOUGH_TRAFFIC, Interval, is_sparse, judged, knows_steps, learn
+from headway_operator.tuner.learn import (
+    ENOUGH_TRAFFIC,
+    Interval,
+    is_sparse,
+    judged,
+    knows_steps,
+    learn,
+    requests_in_window,
+)
 from headway_operator.tuner.memory import Feasibility, Memory, Trial
 from headway_operator.tuner.quantiles import Judgement
 from headway_operator.tuner.solve import grid, solve
@@ -337,7 +345,7 @@ def _reason_to_hold(memory: Memory, observation: Observation | None) -> tuple[St
     if observation is not None and observation.pods == 0:
         return State.LEARNING, "first reading of the engines: there is nothing to compare it with yet"
     if observation is not None and is_sparse(memory):
-        per_5_min = memory.traffic / memory.traffic_s * 300 if memory.traffic_s > 0 else 0.0
+        per_5_min = requests_in_window(memory)
         if per_5_min < 0.5:
             return State.INSUFFICIENT_TRAFFIC, "no traffic: limits stay"
         return (

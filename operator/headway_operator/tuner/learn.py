@@ -4,7 +4,6 @@ Learns from steps, of which there are hundreds an interval, and corrects with re
 may be few. Decides nothing.
 """
 
-import math
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -13,7 +12,7 @@ from headway_engine.protocol import Limits
 from headway_operator.metrics import Histogram, Observation
 from headway_operator.resource import Slo, Target
 from headway_operator.tuner import model
-from headway_operator.tuner.memory import Load, Memory, Window
+from headway_operator.tuner.memory import Load, Memory, Traffic, Window
 from headway_operator.tuner.quantiles import (
     Exceedances,
     Judgement,
@@ -89,9 +88,13 @@ def learn(
 
 def is_sparse(memory: Memory) -> bool:
     """Too few requests in the last five minutes for their latencies to say anything."""
-    if memory.traffic_s <= 0:
-        return True
-    return memory.traffic / memory.traffic_s * WINDOW_S < ENOUGH_TRAFFIC
+    return requests_in_window(memory) < ENOUGH_TRAFFIC
+
+
+def requests_in_window(memory: Memory) -> float:
+    """Requests in five minutes; extrapolated while less time was observed."""
+    seconds = sum(part.seconds for part in memory.traffic)
+    return sum(part.requests for part in memory.traffic) * WINDOW_S / seconds if seconds > 0 else 0.0
 
 
 def knows_steps(memory: Memory) -> bool:
@@ -198,7 +201,6 @@ def _learn_overhead(memory: Memory, seen: Observation) -> Memory:
 
 def _count(memory: Memory, seen: Observation, slo: Slo, now_s: float) -> Memory:
     requests = max(seen.arrivals or 0.0, seen.finished or 0.0)
-    fade = math.exp(-seen.elapsed_s / WINDOW_S)
     refused = (seen.rejected or 0.0) + (seen.failed or 0.0)
     return replace(
         memory,
@@ -206,9 +208,19 @@ def _count(memory: Memory, seen: Observation, slo: Slo, now_s: float) -> Memory:
         itl=_window(memory.itl, _gaps_exceeded(seen, slo.itl), now_s, memory.changed_at_s),
         e2e=_window(memory.e2e, _exceeded(seen.e2e, slo.e2e), now_s, memory.changed_at_s),
         refused=_window(memory.refused, Exceedances(refused, refused, refused), now_s, 0.0, forever=True),
-        traffic_s=memory.traffic_s * fade + seen.elapsed_s,
-        traffic=memory.traffic * fade + requests,
+        traffic=_traffic(memory.traffic, requests, seen.elapsed_s, now_s),
     )
+
+
+def _traffic(
+    parts: tuple[Traffic, ...], requests: float, seconds: float, now_s: float
+) -> tuple[Traffic, ...]:
+    """The parts of the last five minutes, with one interval more."""
+    kept = [part for part in parts if now_s - part.at_s <= WINDOW_S]
+    if kept and kept[-1].seconds + seconds <= WINDOW_S / WINDOW_PARTS:
+        last = kept.pop()
+        return (*kept, Traffic(last.at_s, last.requests + requests, last.seconds + seconds))
+    return (*kept, Traffic(now_s, requests, seconds))
 
 
 def _exceeded(histogram: Histogram | None, target: Target | None) -> Exceedances | None:

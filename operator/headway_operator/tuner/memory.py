@@ -40,6 +40,14 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         return Exceedances(self.samples, self.low, self.high)
 
 
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that came in one stretch of time, and its length."""
+
+    at_s: float
+    requests: float
+    seconds: float
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What the traffic asks for, smoothed. Rates are those of all pods together."""
 
@@ -101,8 +109,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     changed_at_s: float = 0.0
     seen_at_s: float = 0.0  # when something was last observed
     missed: int = 0  # ticks in a row without any scrape
-    traffic_s: float = 0.0  # observed time and requests, fading over five minutes
-    traffic: float = 0.0
+    traffic: tuple[Traffic, ...] = ()  # of the last five minutes
     forget_fast: int = 0  # intervals still to learn faster in
     feasibility: Feasibility = Feasibility.UNKNOWN
     suspected: Feasibility = Feasibility.UNKNOWN

@@ -157,7 +157,12 @@ def solve(
     return Solution(
         max_batch_tokens=tokens,
         max_batch_sequences=_sequences(
-            at, None if least_bad else allowed_s, bounds.max_batch_sequences, batching, tokens.value
+            at,
+            None if least_bad else allowed_s,
+            bounds.max_batch_sequences,
+            min(batching.max_batch_sequences, capacity.max_batch_sequences),
+            capacity.max_batch_sequences,
+            tokens.value,
         ),
         prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
         max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full),
@@ -194,12 +199,13 @@ def _clamp(value: int, bound: Bound, ceiling: int, name: str) -> Clamped:
     return Clamped(value, binding)
 
 
-def _sequences(at: Point, allowed_s: float | None, bound: Bound, batching: Batching, tokens: int) -> Clamped:
+def _sequences(
+    at: Point, allowed_s: float | None, bound: Bound, most: int, ceiling: int, tokens: int
+) -> Clamped:
     """A safety limit: as many sequences as can decode inside the target, never fewer than decode now.
 
     It is no means to regulate latency: a tight cap only moves the wait in front of the first token.
     """
-    most = min(batching.max_batch_sequences, batching.capacity_max_batch_sequences)
     binding = ""
     if at.per_sequence_s > 0 and allowed_s is not None:
         safe = math.floor((allowed_s - at.seconds(SMALLEST_PREFILL / 2, 0)) / at.per_sequence_s)
@@ -207,7 +213,7 @@ def _sequences(at: Point, allowed_s: float | None, bound: Bound, batching: Batch
         # Far beyond what was seen the slope is a guess, and a guess must not close the door.
         if safe < most and at.decode_sequences >= safe / 4:
             most, binding = safe, "decoding more of them at once breaks the ITL target"
-    clamped = _clamp(most, bound, batching.capacity_max_batch_sequences, "maxBatchSequences")
+    clamped = _clamp(most, bound, ceiling, "maxBatchSequences")
     if clamped.value > tokens:
         return Clamped(tokens, "a step holds no more sequences than tokens")
     return Clamped(clamped.value, clamped.binding or binding)
