@@ -133,6 +133,7 @@ class Metric(StrEnum):
     OUTCOME = "headway_requests_total"  # label outcome = Outcome
     PROMPT_TOKENS = "headway_prompt_tokens_total"
     OUTPUT_TOKENS = "headway_output_tokens_total"
+    TENANT_TOKENS = "headway_tenant_tokens_total"  # labels tenant, kind = prompt | output; bounded
     PREFIX_HIT_TOKENS = "headway_prefix_hit_tokens_total"
     PREEMPTIONS = "headway_preemptions_total"
     STEPS = "headway_steps_total"

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -171,12 +172,12 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
     limit = serving.ready.capacity.max_model_tokens - 1  # room for one token of output
     if call.messages:
         text = render(tokeniser, call.messages, add_generation_prompt=True, **call.template_values)
-        ids = await encode_text(tokeniser, text, limit, "messages", add_special_tokens=False)
+        ids = await encode_text(tokeniser, tokeniser.encode_chat, text, limit, "messages")
         return [checked(ids, limit, serving.vocab_size, "messages")]
     prompts = []
     for prompt in call.prompts:
         if isinstance(prompt, str):
-            ids = await encode_text(tokeniser, prompt, limit, "prompt", add_special_tokens=True)
+            ids = await encode_text(tokeniser, tokeniser.encode, prompt, limit, "prompt")
         else:
             ids = list(prompt)
         prompts.append(checked(ids, limit, serving.vocab_size, "prompt"))
@@ -192,14 +193,14 @@ def render(tokeniser: Tokeniser, messages: Any, **values: Any) -> str:
 
 
 async def encode_text(
-    tokeniser: Tokeniser, text: str, limit: int, param: str, *, add_special_tokens: bool
+    tokeniser: Tokeniser, encode: Callable[[str], list[int]], text: str, limit: int, param: str
 ) -> list[int]:
     """Token ids; a text that must be too long is refused by its length, before any work."""
     if len(text) > (limit + 1) * tokeniser.longest_token_chars:
         raise too_long(f"at least {len(text) // tokeniser.longest_token_chars}", limit, param)
     if len(text) <= INLINE_PROMPT_CHARS:
-        return tokeniser.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokeniser.encode, text, add_special_tokens=add_special_tokens)
+        return encode(text)
+    return await asyncio.to_thread(encode, text)
 
 
 def checked(ids: list[int], limit: int, vocab_size: int, param: str) -> list[int]:
@@ -509,10 +510,11 @@ def public_app(front: Front) -> ASGIApp:
                 openai.plain_messages(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
             )
-            special = False
+            encode = serving.tokeniser.encode_chat
         else:
-            text, special = body.prompt or "", body.add_special_tokens
-        ids = await encode_text(serving.tokeniser, text, limit, "prompt", add_special_tokens=special)
+            text = body.prompt or ""
+            encode = partial(serving.tokeniser.encode, add_special_tokens=body.add_special_tokens)
+        ids = await encode_text(serving.tokeniser, encode, text, limit, "prompt")
         return json_response(msgspec.json.encode({"count": len(ids), "max_model_len": limit, "tokens": ids}))
 
     @app.post("/detokenize", openapi_extra=openai.request_body(openai.DetokenizeBody))

@@ -62,6 +62,11 @@ OUTCOMES: dict[FinishReason, Outcome] = {
 }
 
 
+MAX_TENANT_SERIES = 64
+"""Tenants with a series of their own; those that come later share one."""
+OTHER_TENANTS = "(others)"
+
+
 class Histogram:
     """Counts per bucket and a sum. prometheus-client's own walks the buckets one by one under a lock,
     which at one observation per token would cost more than sending the token."""
@@ -86,11 +91,20 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class _TenantTokens:
+    """What one tenant has had."""
+
+    prompt: int = 0
+    output: int = 0
+
+
+@dataclass(slots=True)
 class _Clock:
     """What is known of a request in flight. Times are time.monotonic() seconds."""
 
     arrival_s: float
     prompt_tokens: int
+    tenant: "_TenantTokens"
     first_s: float = 0.0
     last_s: float = 0.0
     tokens: int = 0
@@ -111,6 +125,7 @@ class Telemetry:
         self.steps_total = 0
         self._gauges = Gauges()
         self._open: dict[RequestId, _Clock] = {}
+        self._tenants: dict[str, _TenantTokens] = {}
         self._steps = {
             Metric.STEP_SECONDS: Histogram(latency_buckets(objectives.itl_ms)),
             Metric.STEP_TOKENS: Histogram(STEP_TOKEN_BUCKETS),
@@ -137,7 +152,14 @@ class Telemetry:
     def arrived(self, request: Request) -> None:
         """A request was taken in; exactly one `ended`, or one Finished event, follows."""
         self.arrived_total += 1
-        self._open[request.id] = _Clock(request.arrival_s, len(request.prompt))
+        tenant = self._tenant(request.tenant)
+        self._open[request.id] = _Clock(request.arrival_s, len(request.prompt), tenant)
+
+    def _tenant(self, name: str) -> _TenantTokens:
+        """The tenant's counters. Names come from clients, so only so many get a series of their own."""
+        if name not in self._tenants and len(self._tenants) >= MAX_TENANT_SERIES:
+            name = OTHER_TENANTS
+        return self._tenants.setdefault(name, _TenantTokens())
 
     def turned_away(self, count: int = 1) -> None:
         """Requests refused at the door: they arrive and end at once."""
@@ -187,6 +209,7 @@ class Telemetry:
         match event:
             case TokenOut():
                 self.output_tokens_total += 1
+                clock.tenant.output += 1
                 clock.tokens += 1
                 if clock.tokens == 1:
                     clock.first_s = now_s
@@ -196,6 +219,7 @@ class Telemetry:
                 clock.last_s = now_s
             case Started():
                 self.prompt_tokens_total += clock.prompt_tokens
+                clock.tenant.prompt += clock.prompt_tokens
                 # Known at the end of its first step; the queue ended when that step began.
                 self._latency[Metric.QUEUE].observe(max(0.0, now_s - step_seconds - clock.arrival_s))
             case Finished(reason=reason):
@@ -222,6 +246,13 @@ class Telemetry:
         yield _labelled(
             CounterMetricFamily(Metric.OUTCOME, HELP[Metric.OUTCOME], labels=["outcome"]), self.outcomes_total
         )
+        tenants = CounterMetricFamily(
+            Metric.TENANT_TOKENS, HELP[Metric.TENANT_TOKENS], labels=["tenant", "kind"]
+        )
+        for name, tokens in self._tenants.items():
+            tenants.add_metric([name, "prompt"], tokens.prompt)
+            tenants.add_metric([name, "output"], tokens.output)
+        yield tenants
         yield _labelled(
             CounterMetricFamily(Metric.STEP_STATISTIC, HELP[Metric.STEP_STATISTIC], labels=["term"]),
             {term: getattr(g.statistics, term) for term in StepStatistics.__struct_fields__},
@@ -298,6 +329,7 @@ HELP: dict[Metric, str] = {
     Metric.OUTCOME: "Sequences that ended, by how.",
     Metric.PROMPT_TOKENS: "Prompt tokens of the sequences that started.",
     Metric.OUTPUT_TOKENS: "Tokens generated for clients.",
+    Metric.TENANT_TOKENS: "Prompt tokens started and tokens generated, by tenant.",
     Metric.PREFIX_HIT_TOKENS: "Prompt tokens found in the prefix cache.",
     Metric.PREEMPTIONS: "Sequences put back into the queue for lack of blocks.",
     Metric.STEPS: "Steps run.",

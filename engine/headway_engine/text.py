@@ -6,6 +6,7 @@ requests and scheduling.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
@@ -18,6 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
+
+
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+"""Private-use characters around special tokens that a client wrote."""
 
 
 class TextError(ValueError):
@@ -44,6 +49,56 @@ class Tokeniser:
         source = _template_source(folder, settings)
         self._template = _environment().from_string(source) if source else None
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a rendered chat. What `render_chat` marked becomes plain text: a client that writes an
+        end-of-turn mark into a message writes its characters, and does not end the turn."""
+        if _OPEN not in text:
+            return self.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for number, piece in enumerate(self._marked.split(text)):
+            if piece:
+                ids += self._encode_part(piece, plain=number % 2 == 1, first=not ids)
+        return ids
+
+    def _encode_part(self, piece: str, *, plain: bool, first: bool) -> list[int]:
+        """A piece of a longer text. Some tokenizers put a space before whatever they are given, so a piece
+        from the middle is encoded after a newline, which is then taken away again."""
+        tokenizer = self._plain if plain else self._tokenizer
+        if not first:
+            newline = list(tokenizer.encode("\n", add_special_tokens=False).ids)
+            ids = list(tokenizer.encode("\n" + piece, add_special_tokens=False).ids)
+            if ids[: len(newline)] == newline:
+                return ids[len(newline) :]
+        return list(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same tokenizer, blind to special tokens."""
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        """Any special token as text, the longest first."""
+        tokens = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def _marked(self) -> re.Pattern[str]:
+        return re.compile(f"{_OPEN}({self._controls.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]")
+
+    def _mark(self, value: Any) -> Any:
+        """Special tokens in what the client wrote, between marks of our own."""
+        if isinstance(value, str):
+            value = value.replace(_OPEN, "").replace(_CLOSE, "")
+            return self._controls.sub(f"{_OPEN}\\g<0>{_CLOSE}", value)
+        if isinstance(value, dict):
+            return {key: self._mark(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._mark(inner) for inner in value]
+        return value
+
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
@@ -58,10 +113,11 @@ class Tokeniser:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **values: Any) -> str:
-        """The prompt text of a conversation. Raises TextError when the model's template refuses it."""
+        """The prompt text of a conversation, for `encode_chat`. Raises TextError when the model's template
+        refuses it."""
         if self._template is None:
             raise TextError("this model has no chat template; use /v1/completions")
-        plain = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        plain = [{key: self._mark(value) for key, value in m.items() if value is not None} for m in messages]
         try:
             return self._template.render(
                 {**self._special, **values}, messages=plain, add_generation_prompt=add_generation_prompt

@@ -9,7 +9,7 @@ from headway_engine.messages import Gauges, StepReport
 from headway_engine.protocol import Capacity, Limits, Metric, Objectives, Outcome
 from headway_engine.sequence import Finished, FinishReason, Request, SamplingParams, Started, TokenOut
 from headway_engine.stepcost import StepStatistics
-from headway_engine.telemetry import Histogram, Telemetry
+from headway_engine.telemetry import MAX_TENANT_SERIES, Histogram, Telemetry
 
 
 def telemetry(**objectives):
@@ -69,9 +69,31 @@ def test_every_metric_of_the_protocol_is_exposed():
     t.capacity = Capacity(
         max_batch_tokens=1, max_batch_sequences=1, kv_blocks=10, block_tokens=16, max_model_tokens=64
     )
+    serve_one(t)
     names = {key[0] for key in samples(t)}
     for metric in Metric:
         assert metric in names or f"{metric}_bucket" in names, metric
+
+
+def test_tenants_have_a_bounded_number_of_series():
+    """Names come from clients: a thousand of them make no thousand series."""
+    t = telemetry()
+    for number in range(1000):
+        t.arrived(request(str(number)))
+        tenant = Request(
+            id=f"t{number}",
+            prompt=(1, 2),
+            sampling=SamplingParams(max_tokens=1),
+            arrival_s=0.0,
+            tenant=f"tenant-{number}",
+        )
+        t.arrived(tenant)
+        t.record(step(Started(tenant.id, 0), TokenOut(tenant.id, 1)), 1.0)
+    s = samples(t)
+    series = {key: value for key, value in s.items() if key[0] == Metric.TENANT_TOKENS}
+    assert len(series) <= 2 * (MAX_TENANT_SERIES + 1)
+    assert sum(series.values()) == 3000
+    assert s[(Metric.TENANT_TOKENS, "prompt", "tenant-0")] == 2
 
 
 def test_a_boundary_stands_exactly_on_the_objective():
