@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOCKET_ENV = "HEADWAY_CLUSTER_SOCKET"
-sys.path.insert(0, str(ROOT / "tests"))
+# In place of this folder, where this script would hide the package of the same name.
+sys.path[0] = str(ROOT / "tests")
 
 
 def entrance() -> socket.socket:
