@@ -10,9 +10,10 @@ import pytest
 from headway_engine.protocol import Limits
 from headway_operator import reconcile
 from headway_operator.cluster import Conflict, TryAgain
+from headway_operator.queue import Cause, WorkQueue
 from headway_operator.tuner.controller import Change, Decision, State, Verdict
 from headway_operator.tuner.memory import Memory
-from support.controller import KIND, World
+from support.controller import KIND, Clock, World
 from support.fake_cluster import Call, Fault
 from support.virtual_loop import run_virtually
 
@@ -445,6 +446,47 @@ def test_a_hanging_pod_does_not_hold_up_an_edit_for_the_others() -> None:
         assert world.fleet[healthy].limits.max_batch_tokens == 512
         assert not run.done()
         await run
+
+    run_virtually(test())
+
+
+def test_a_resource_whose_pods_all_hang_does_not_hold_up_another() -> None:
+    """Through the real queue: the edit of one is in force at once while the other waits for its pods."""
+
+    class LoopClock(Clock):
+        def wall_s(self) -> float:
+            return 1_800_000_000.0 + asyncio.get_running_loop().time()
+
+        def monotonic_s(self) -> float:
+            return asyncio.get_running_loop().time()
+
+    async def test() -> None:
+        world = World(clock=LoopClock())
+
+        async def work(key: tuple[str, str], cause: Cause) -> float | None:
+            return (await world.reconciler.reconcile(*key, tick_only=cause is Cause.TICK)).after_s
+
+        queue = WorkQueue(work, chance=lambda: 0.5, workers=4)
+        running = asyncio.create_task(queue.run())
+        world.create({"replicas": 3}, name="sick")
+        world.create(name="well")
+        keys = [("default", "sick"), ("default", "well")]
+        for _ in range(2):
+            for key in keys:
+                queue.add(key)
+            await asyncio.sleep(1)
+            world.cluster.run_deployments()
+        await asyncio.sleep(30)
+        (well,) = [pod for pod in world.pods if pod.startswith("well")]
+        for pod in world.pods:
+            world.fleet[pod].hangs = pod != well
+        await asyncio.sleep(30)
+        world.edit({"batching": {"maxBatchTokens": 512}}, name="well")
+        queue.add(keys[1])
+        await asyncio.sleep(0.01)
+        assert world.fleet[well].limits.max_batch_tokens == 512
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     run_virtually(test())
 
