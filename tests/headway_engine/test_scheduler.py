@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from headway_engine.preemption import MAX_PREEMPTIONS
+from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from headway_engine.preemption import MAX_PREEMPTIONS, SKIP_WINDOW
 from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.sequence import FinishReason, Rejected, RejectReason, SampledToken, Sequence, Status, Step
 from headway_engine.tenants import Tenant, TenantPolicy
@@ -45,6 +46,15 @@ def test_decodes_come_first_then_prompts_under_way_then_newcomers() -> None:
     drive.step()
     drive.submit(a_request("new", 4))
     assert shape(drive.step()) == [("old", 4, 1), ("long", 8, 8), ("new", 0, 4)]
+
+
+def test_a_prompt_that_began_before_does_not_take_the_tokens_of_decodes() -> None:
+    """The chunk is raised to the whole step while a prompt is under way."""
+    drive = a_drive(max_batch_tokens=8, prefill_chunk_tokens=4)
+    drive.submit(a_request("long", 60), a_request("short", 4))
+    drive.step()
+    drive.scheduler.set_limits(some_limits(max_batch_tokens=8, prefill_chunk_tokens=8))
+    assert shape(drive.step()) == [("short", 4, 1), ("long", 4, 7)]
 
 
 def test_a_prompt_is_cut_to_the_chunk_when_others_are_there() -> None:
@@ -230,6 +240,19 @@ def test_a_prefix_hit_is_reported_once_and_exactly() -> None:
     assert drive.scheduler.prefix_hit_tokens_total == 16
 
 
+def test_a_tenant_is_charged_for_what_is_computed_and_not_for_prefix_hits() -> None:
+    drive = a_drive()
+    prompt = a_prompt(18)
+    drive.submit(a_request("keeps the class", 4, max_tokens=50, tenant="x"), a_request("first", prompt))
+    drive.step()
+    queue = drive.scheduler._roster.queue
+    before = queue.counter(0, "")
+    drive.abort("first")
+    drive.submit(a_request("second", (*prompt, 1, 2), max_tokens=1))
+    drive.step()
+    assert queue.counter(0, "") - before == PROMPT_WEIGHT * 4 + OUTPUT_WEIGHT
+
+
 def test_a_preempted_sequence_reports_the_hits_of_its_first_admission_only() -> None:
     capacity = a_capacity(kv_blocks=9)
     drive = a_drive(capacity)
@@ -385,6 +408,37 @@ def test_a_step_that_preempts_admits_nobody() -> None:
         started = len(drive.started_s)
         drive.step()
     assert len(drive.started_s) == started
+
+
+def test_a_step_that_preempts_admits_nobody_of_a_higher_class_either() -> None:
+    """The newcomer comes just before the step that preempts, and is in the one after."""
+
+    def drive_to(turns: int) -> Drive:
+        drive = a_drive(a_capacity(kv_blocks=8))
+        drive.submit(a_request("a", 12, max_tokens=18), a_request("b", 10, max_tokens=18))
+        for _ in range(turns):
+            drive.step()
+        return drive
+
+    turns = 0
+    while drive_to(turns + 1).scheduler.preemptions_total == 0:
+        turns += 1
+    drive = drive_to(turns)
+    drive.submit(a_request("high", 2, priority=1))
+    assert "high" not in {id for id, _, _ in shape(drive.step())}
+    assert drive.scheduler.preemptions_total == 1
+    assert "high" in {id for id, _, _ in shape(drive.step())}
+
+
+@pytest.mark.parametrize(("passed", "admitted"), [(SKIP_WINDOW, True), (SKIP_WINDOW + 1, False)])
+def test_so_many_that_do_not_fit_are_passed_in_a_step_and_no_more(passed: int, admitted: bool) -> None:
+    capacity = a_capacity(kv_blocks=16)
+    drive = Drive(capacity, some_limits(capacity), prefix_caching=False)
+    drive.submit(a_request("runs", 32, max_tokens=2))
+    drive.step()
+    drive.submit(*(a_request(f"big{i}", 40) for i in range(passed)), a_request("small", 4))
+    drive.step()
+    assert ("small" in drive.started_s) is admitted
 
 
 def test_a_sequence_that_was_planned_and_then_preempted_is_not_in_the_step() -> None:
