@@ -4,17 +4,16 @@ Pure: time is an argument and the next memory is part of the answer. Knows nothi
 Kubernetes.
 """
 
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from headway_engine.protocol import Capacity, Limits
 from headway_operator.metrics import Observation
 from headway_operator.resource import Batching, OnMetricsLoss, Slo, Tuning, TuningMode
-from headway_operator.tuner.evidence import Evidence, TargetEvidence, gather
+from headway_operator.tuner.adopt import adopt, fit_in, merge, same_tunables
+from headway_operator.tuner.decision import Change, Decision, State, Verdict, differences
+from headway_operator.tuner.evidence import gather
 from headway_operator.tuner.explain import explain, standing
 from headway_operator.tuner.feasibility import assess, settle
 from headway_operator.tuner.learn import (
@@ -26,64 +25,11 @@ from headway_operator.tuner.learn import (
     learn,
     requests_in_window,
 )
-from headway_operator.tuner.memory import Feasibility, Memory, Trial
+from headway_operator.tuner.memory import Memory, Trial
 from headway_operator.tuner.quantiles import Judgement
 from headway_operator.tuner.solve import grid, solve
 
-__all__ = ["Change", "Decision", "Evidence", "State", "TargetEvidence", "Verdict", "decide", "fit_in"]
-
-
-class Verdict(StrEnum):
-    """What a decision does with the limits."""
-
-    HOLD = "Hold"
-    GROW = "Grow"  # more tokens a step
-    SHRINK = "Shrink"
-    EDIT = "Edit"  # the user changed the spec
-    REVERT = "Revert"  # a change made things worse
-    FALL_BACK = "FallBack"  # blind for too long
-
-
-class State(StrEnum):
-    """What the tuner is doing, for the TuningActive condition."""
-
-    OFF = "Off"
-    ACTIVE = "Active"
-    ADVISORY = "Advisory"
-    NO_TARGET = "NoTarget"
-    LEARNING = "Learning"
-    INSUFFICIENT_TRAFFIC = "InsufficientTraffic"
-    METRICS_LOST = "MetricsLost"
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One parameter that moves. `parameter` is its name in the resource."""
-
-    parameter: str
-    old: int
-    new: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What should be in force, and why. `recommended` is set where it differs from `limits` (Recommend).
-
-    `at_s` is the time that it was made at, on the clock that `decide` was given.
-    """
-
-    limits: Limits
-    verdict: Verdict
-    state: State
-    reason: str
-    memory: Memory
-    at_s: float = 0.0
-    changes: tuple[Change, ...] = ()
-    recommended: Limits | None = None
-    feasibility: Feasibility = Feasibility.UNKNOWN
-    feasibility_reason: str = ""
-    evidence: Evidence = field(default_factory=Evidence)
+__all__ = ["Change", "Decision", "State", "Verdict", "decide"]
 
 
 def decide(
@@ -116,7 +62,7 @@ def _decide(
     now_s: float,
 ) -> Decision:
     # 1. Take over what the user edited.
-    memory, edits, free = _adopt(slo, tuning, batching, capacity, memory)
+    memory, edits, free = adopt(slo, tuning, batching, capacity, memory)
     if tuning.mode is TuningMode.OFF:
         return _untuned(memory, batching, capacity, edits, State.OFF, "tuning.mode is Off")
     if slo.ttft is None and slo.itl is None:
@@ -128,7 +74,7 @@ def _decide(
     if observation is None and not free:
         return _blind(memory, batching, capacity, tuning, edits, acting, now_s)
     if observation is not None:
-        settled = not acting or _same_tunables(current, _tuned(memory))
+        settled = not acting or same_tunables(current, _tuned(memory))
         memory, interval = learn(memory, observation, slo, current, now_s, settled=settled)
     # 3. Undo a change that made things worse.
     if acting and observation is not None:
@@ -143,14 +89,6 @@ def _decide(
         memory, outcome = _move(slo, tuning, batching, capacity, memory, edits, now_s, free=free)
     return _finish(slo, tuning, batching, capacity, memory, observation, interval, outcome, now_s)
 
-
-TUNABLES: dict[str, str] = {
-    "max_batch_tokens": "maxBatchTokens",
-    "max_batch_sequences": "maxBatchSequences",
-    "prefill_chunk_tokens": "prefillChunkTokens",
-    "max_queued_tokens": "maxQueuedTokens",
-}
-"""Fields of Limits that the tuner moves, with their names in the resource."""
 
 HYSTERESIS = 0.06
 LEAST_BAD_HYSTERESIS = 0.5
@@ -176,50 +114,6 @@ class _Outcome:
 def _tuned(memory: Memory) -> Limits:
     assert memory.tuned is not None, "adopt comes first"
     return memory.tuned
-
-
-def _same_tunables(a: Limits, b: Limits) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in TUNABLES)
-
-
-def _adopt(
-    slo: Slo, tuning: Tuning, batching: Batching, capacity: Capacity, memory: Memory
-) -> tuple[Memory, tuple[Change, ...], bool]:
-    """The memory under the present spec, the edits found, and whether targets or bounds are new.
-
-    Fields that the tuner does not move follow the spec. Those it moves follow an edit of that very field,
-    and otherwise stay where the tuner has them.
-    """
-    base = batching.limits()
-    old, tuned = memory.base or base, memory.tuned or base
-    edited = [name for name in TUNABLES if getattr(old, name) != getattr(base, name)]
-    values = {name: getattr(base if name in edited else tuned, name) for name in TUNABLES}
-    adopted = fit_in(msgspec.structs.replace(base, **values), capacity)
-    changes = tuple(
-        Change(TUNABLES[name], getattr(tuned, name), getattr(adopted, name), "spec.batching was edited")
-        for name in edited
-        if getattr(tuned, name) != getattr(adopted, name)
-    )
-    objective = zlib.crc32(repr((slo, tuning.bounds)).encode())
-    free = memory.objective != 0 and memory.objective != objective
-    if edited or free:
-        memory = msgspec.structs.replace(memory, trial=None)
-    if free:
-        # The counts were about other targets.
-        memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=())
-    memory = msgspec.structs.replace(memory, base=base, tuned=adopted, objective=objective)
-    return memory, changes, free
-
-
-def fit_in(limits: Limits, capacity: Capacity) -> Limits:
-    """The nearest limits that an engine of this capacity can have in force."""
-    tokens = min(max(1, limits.max_batch_tokens), capacity.max_batch_tokens)
-    return msgspec.structs.replace(
-        limits,
-        max_batch_tokens=tokens,
-        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
-        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
-    )
 
 
 def _untuned(
@@ -261,14 +155,14 @@ def _blind(
         target, where = base, "the limits of the spec are in force until one answers (onMetricsLoss: Static)"
     elif missed >= MISSES_TO_FALL_BACK and memory.good is not None:
         target, where = (
-            fit_in(_merge(base, memory.good), capacity),
+            fit_in(merge(base, memory.good), capacity),
             "the last limits known to be good are in force",
         )
     else:
         target, where = tuned, ""
     if where and acting:
         reason = f"no engine could be scraped {missed} times in a row: {where}"
-        moved = _differences(tuned, target, lambda _: reason)
+        moved = differences(tuned, target, lambda _: reason)
         if moved:
             verdict, changes = Verdict.FALL_BACK, (*edits, *moved)
             memory = msgspec.structs.replace(memory, tuned=target, trial=None, changed_at_s=now_s)
@@ -280,19 +174,6 @@ def _blind(
         memory=memory,
         changes=changes,
         feasibility=memory.feasibility,
-    )
-
-
-def _merge(base: Limits, tuned: Limits) -> Limits:
-    """The spec's limits with the tuned values in them."""
-    return msgspec.structs.replace(base, **{name: getattr(tuned, name) for name in TUNABLES})
-
-
-def _differences(old: Limits, new: Limits, why: Callable[[str], str]) -> tuple[Change, ...]:
-    return tuple(
-        Change(TUNABLES[name], getattr(old, name), getattr(new, name), why(name))
-        for name in TUNABLES
-        if getattr(old, name) != getattr(new, name)
     )
 
 
@@ -321,12 +202,12 @@ def _watch_trial(
         and load.decode_sequences <= SAME_LOAD * trial.decode_sequences + 1
     )
     if broken and trial.grew and same_load and not interval.speed_changed:
-        before = _merge(_tuned(memory), trial.before)
+        before = merge(_tuned(memory), trial.before)
         reason = (
             f"{' and '.join(broken)} broke after the last change, at the same load and engine speed: back to "
             f"what it was, and no growth for {FREEZE_S / 60:.0f} min"
         )
-        changes = _differences(_tuned(memory), before, lambda _: "the last change is undone")
+        changes = differences(_tuned(memory), before, lambda _: "the last change is undone")
         memory = msgspec.structs.replace(
             memory,
             tuned=before,
@@ -406,7 +287,7 @@ def _move(
     values["max_batch_sequences"] = min(values["max_batch_sequences"], values["max_batch_tokens"])
     wanted = msgspec.structs.replace(start, **values)
     words = explain(slo, memory, solution, start, wanted)
-    changes = _differences(start, wanted, lambda name: words[name])
+    changes = differences(start, wanted, lambda name: words[name])
     if not changes:
         verdict = Verdict.EDIT if edits else Verdict.HOLD
         return memory, _Outcome(
@@ -474,7 +355,7 @@ def _finish(
         reason=outcome.reason,
         memory=memory,
         changes=outcome.changes,
-        recommended=None if acting or _same_tunables(tuned, base) else tuned,
+        recommended=None if acting or same_tunables(tuned, base) else tuned,
         feasibility=memory.feasibility,
         feasibility_reason=found.reason if agreed else "",
         evidence=evidence,

@@ -1,0 +1,59 @@
+"""What an edit of the spec means for limits that the tuner has moved.
+
+Fields that the tuner does not move follow the spec. Those it moves follow an edit of that very field, and
+otherwise stay where the tuner has them. Knows nothing of observations.
+"""
+
+import zlib
+
+import msgspec
+
+from headway_engine.protocol import Capacity, Limits
+from headway_operator.resource import Batching, Slo, Tuning
+from headway_operator.tuner.decision import TUNABLES, Change
+from headway_operator.tuner.memory import Memory
+
+
+def adopt(
+    slo: Slo, tuning: Tuning, batching: Batching, capacity: Capacity, memory: Memory
+) -> tuple[Memory, tuple[Change, ...], bool]:
+    """The memory under the present spec, the edits found, and whether targets or bounds are new."""
+    base = batching.limits()
+    old, tuned = memory.base or base, memory.tuned or base
+    edited = [name for name in TUNABLES if getattr(old, name) != getattr(base, name)]
+    values = {name: getattr(base if name in edited else tuned, name) for name in TUNABLES}
+    adopted = fit_in(msgspec.structs.replace(base, **values), capacity)
+    changes = tuple(
+        Change(TUNABLES[name], getattr(tuned, name), getattr(adopted, name), "spec.batching was edited")
+        for name in edited
+        if getattr(tuned, name) != getattr(adopted, name)
+    )
+    objective = zlib.crc32(repr((slo, tuning.bounds)).encode())
+    free = memory.objective != 0 and memory.objective != objective
+    if edited or free:
+        memory = msgspec.structs.replace(memory, trial=None)
+    if free:
+        # The counts were about other targets.
+        memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=())
+    memory = msgspec.structs.replace(memory, base=base, tuned=adopted, objective=objective)
+    return memory, changes, free
+
+
+def fit_in(limits: Limits, capacity: Capacity) -> Limits:
+    """The nearest limits that an engine of this capacity can have in force."""
+    tokens = min(max(1, limits.max_batch_tokens), capacity.max_batch_tokens)
+    return msgspec.structs.replace(
+        limits,
+        max_batch_tokens=tokens,
+        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
+        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
+    )
+
+
+def merge(base: Limits, tuned: Limits) -> Limits:
+    """The spec's limits with the tuned values in them."""
+    return msgspec.structs.replace(base, **{name: getattr(tuned, name) for name in TUNABLES})
+
+
+def same_tunables(a: Limits, b: Limits) -> bool:
+    return all(getattr(a, name) == getattr(b, name) for name in TUNABLES)
