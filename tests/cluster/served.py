@@ -25,7 +25,8 @@ SMALL: Json = {
         "kvCache": {"memoryPercent": 10},
         "capacity": {"maxBatchTokens": 512, "maxBatchSequences": 32},
     },
-    "runtime": {"extraArgs": ["--threads=1"]},
+    # The plain runner: the fused one compiles its kernels at the first start of every pod.
+    "runtime": {"extraArgs": ["--threads=1", "--runner=transformers"]},
     "tuning": {"mode": "Off"},
 }
 OWNED = "deployments,replicasets,pods,services,configmaps,secrets,serviceaccounts"
