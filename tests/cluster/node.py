@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -19,7 +20,10 @@ NAME = "proc-0"
 PYTHON = Image("python:*", ("{python}",))
 # All pods share one network stack here, so each controller must take its own address only.
 CONTROLLER = dataclasses.replace(OPERATOR, env={"HEADWAY_OPERATOR_HOST": "{pod_ip}"})
-IMAGES = Images(rules=(ENGINE, CONTROLLER, PYTHON))
+# An image brings its kernels along; here they are those of this machine's cache, where there are any.
+CACHE = Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
+MODEL_SERVER = dataclasses.replace(ENGINE, env={"HEADWAY_KERNELS": str(CACHE / "kernels")})
+IMAGES = Images(rules=(MODEL_SERVER, CONTROLLER, PYTHON))
 IN_CLUSTER = {
     "KUBERNETES_SERVICE_HOST": SERVICE_IP,
     "KUBERNETES_SERVICE_PORT": "443",
