@@ -34,6 +34,7 @@ SHARE_BEFORE = 1 / 5
 SETTLE_S = 20.0
 """Left out between before and after: the tuner moves in steps."""
 ANSWER_TOKENS = 60
+SHOWN_REASONS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ async def _show(session: Session, args: argparse.Namespace) -> None:
     suited, arrivals = await prepare(session, args.minutes * 60, args.seed)
     if session.stop.is_set():
         return
-    spoil(session, suited)
+    await spoil(session, suited)
     async with session.showing():
         act = await play(session, arrivals, args.minutes * 60, Random(args.seed))
     conclude(session, act)
@@ -141,21 +142,23 @@ async def prepare(session: Session, length_s: float, seed: int) -> tuple[Suited,
     return suited, arrivals
 
 
-def spoil(session: Session, suited: Suited) -> None:
+async def spoil(session: Session, suited: Suited) -> None:
     """Set the targets, and limits that suit them badly: a step may take in everything there is."""
-    most = session.machine.resource.batching.capacity_max_batch_tokens
-
-    def change(spec: Manifest) -> None:
-        spec["slo"] = {"ttft": {"p95": f"{suited.ttft_ms}ms"}, "itl": {"p95": f"{suited.itl_ms}ms"}}
-        spec["batching"] |= {"maxBatchTokens": most, "prefillChunkTokens": most}
-        spec["tuning"]["mode"] = "Recommend"
-
-    session.machine.edit(change)
+    machine = session.machine
+    most = machine.resource.batching.capacity_max_batch_tokens
     step(
         session.console,
         f"Starting with bad limits on purpose: maxBatchTokens and prefillChunkTokens {most}. "
         "One long prompt then stops every stream until it is read",
     )
+
+    def change(spec: Manifest) -> None:
+        spec["slo"] = {"ttft": {"p95": f"{suited.ttft_ms}ms"}, "itl": {"p95": f"{suited.itl_ms}ms"}}
+        spec["batching"] |= {"maxBatchTokens": most, "prefillChunkTokens": most}
+
+    machine.edit(change)
+    await machine.until_in_force(lambda limits: limits.max_batch_tokens == most)
+    machine.edit(lambda spec: spec["tuning"].update(mode="Recommend"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +220,8 @@ def conclude(session: Session, act: Act) -> None:
             whole,
         )
     )
-    session.console.print("\n    Decisions, and why:", markup=False)
-    for event in session.events:
-        session.console.print("    " + "\n              ".join(changes(event)), markup=False)
-    if not session.events:
-        session.console.print("    none: the traffic ended before the tuner had seen enough", markup=False)
+    for line in decisions(session):
+        session.console.print(f"    {line}", markup=False)
     if whole.client_too_slow:
         session.console.print(
             "    Requests left late: this machine was too busy to send them on time. Read with care",
@@ -231,6 +231,24 @@ def conclude(session: Session, act: Act) -> None:
         "\n    Next: headway up -f examples/quickstart.yaml, or kubectl apply -f the same file.\n",
         markup=False,
     )
+
+
+def decisions(session: Session) -> list[str]:
+    """The way of each limit that moved, and the reasons for the first moves."""
+    history = (session.machine.status.get("tuning") or {}).get("history") or []
+    ways: dict[str, list[int]] = {}
+    for entry in reversed(history):
+        for move in entry["changes"]:
+            ways.setdefault(move["name"], [move["from"]]).append(move["to"])
+    if not ways:
+        return ["", "No limit was moved: the traffic ended before the tuner had seen enough"]
+    lines = ["", "What moved:"]
+    lines += [f"  {name} {' → '.join(map(str, values))}" for name, values in ways.items()]
+    told = [change for event in session.events for change in changes(event)]
+    lines += ["", "Why:", *(f"  {line}" for line in told[:SHOWN_REASONS])]
+    if len(told) > SHOWN_REASONS:
+        lines.append(f"  and {len(told) - SHOWN_REASONS} more, each with its reason in status.tuning.history")
+    return lines
 
 
 def comparison(act: Act, before: Report, after: Report, whole: Report) -> Table:

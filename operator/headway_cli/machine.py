@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from headway_cli.errors import Failed, UserError
-from headway_engine.protocol import READY_PATH
+from headway_engine.protocol import READY_PATH, Limits
 from headway_local.images import Images as LocalImages
 from headway_local.local_cluster import Event, LocalCluster
 from headway_local.objects import PodConfigError
@@ -242,6 +242,18 @@ class OneMachine:
 
         after = self.cluster.edit(KIND, *self.key, checked)
         return int(after["metadata"]["generation"])
+
+    async def until_in_force(self, holds: Callable[[Limits], bool], timeout_s: float = 60.0) -> None:
+        """Wait until every pod that serves reports limits like these. Raises Failed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    samples = await self.scrape()
+                    if samples and all(s.limits is not None and holds(s.limits) for s in samples.values()):
+                        return
+                    await asyncio.sleep(0.1)
+        except TimeoutError as e:
+            raise Failed(f"the limits were not in force after {timeout_s:g} s") from e
 
     # Inside.
 
