@@ -176,10 +176,20 @@ class Leader:
             return
         try:
             async with asyncio.timeout(self._timing.retry_s):
-                await self._store.replace(replace(held, holder="", duration_s=1, renewed_s=self._wall_s()))
+                try:
+                    await self._store.replace(self._empty(held))
+                except LeaseUnavailable:
+                    # A renewal that was cut off may have reached the store.
+                    stored = await self._store.read()
+                    if stored is None or stored.holder != self._me:
+                        return
+                    await self._store.replace(self._empty(stored))
             logger.info("lease given back")
         except (LeaseUnavailable, TimeoutError) as error:
             logger.warning("the lease could not be given back, it will run out: %s", error)
+
+    def _empty(self, lease: Lease) -> Lease:
+        return replace(lease, holder="", duration_s=1, renewed_s=self._wall_s())
 
     def _fresh(self, old: Lease | None) -> Lease:
         now_s = self._wall_s()

@@ -225,6 +225,21 @@ def test_a_renewal_whose_answer_was_lost_is_read_back() -> None:
     scenario(test)
 
 
+def test_a_stop_in_the_middle_of_a_renewal_still_gives_the_lease_back() -> None:
+    """The renewal reached the store, its answer did not reach us: our version is stale."""
+
+    async def test(store: Store) -> None:
+        one = Candidate(store, "one")
+        task = asyncio.create_task(one.run())
+        await asyncio.sleep(5)
+        assert store.lease is not None
+        store.lease = replace(store.lease, version="100")
+        await stop(task)
+        assert store.lease.holder == ""
+
+    scenario(test)
+
+
 @pytest.mark.parametrize("holder", ["thief", ""])
 def test_a_lease_taken_away_ends_the_work(holder: str) -> None:
     """Someone edited the record: whoever it names, it is not us."""
