@@ -32,7 +32,7 @@ WORN = MAX_PREEMPTIONS
         ([runner("a", 5, order=1), runner("b", 5, order=3), runner("c", 5, order=2)], "b"),
         ([runner("a", 9), runner("b", 1, preemptions=WORN), runner("c", 7)], "c"),
         ([runner("a", 9, order=1, preemptions=WORN), runner("b", 1, order=2, preemptions=WORN)], "b"),
-        ([runner("a", 1, order=2, preemptions=WORN), runner("b", 9, order=1, preemptions=WORN)], "a"),
+        ([runner("a", 1, order=1, preemptions=WORN), runner("b", 9, order=2, preemptions=WORN)], "b"),
         ([runner("a", 9), runner("b", 1, priority=2), runner("c", 1, priority=3)], "a"),
         ([runner("a", 9)], "a"),
     ],
