@@ -14,6 +14,7 @@ from headway_engine.protocol import Limits
 from headway_operator.fleet import PodRef, Unreachable
 from headway_operator.metrics import Observation, Sample
 from headway_operator.resource import Resource, TuningMode
+from headway_operator.tuner.adopt import standing_limits
 from headway_operator.tuner.controller import Decision, State
 from headway_operator.tuner.evidence import TargetEvidence
 from headway_operator.tuner.memory import Feasibility, Memory
@@ -67,8 +68,8 @@ def wanted(facts: Facts) -> Limits:
     """The limits that should be in force."""
     if facts.decision is not None:
         return facts.decision.limits
-    tunes = facts.resource.tuning.mode is TuningMode.AUTO
-    return (facts.memory.tuned if tunes else None) or facts.resource.batching.limits()
+    resource = facts.resource
+    return standing_limits(resource.slo, resource.tuning, resource.batching, facts.memory)
 
 
 def stamp(moment: datetime) -> str:

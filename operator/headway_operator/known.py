@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headway_engine.protocol import Capacity, InvalidLimits, Limits, Objectives, check_limits
+from headway_engine.protocol import Capacity, Limits, Objectives
 from headway_operator.cluster import Manifest
 from headway_operator.fleet import Unreachable
 from headway_operator.metrics import Observation, Sample
 from headway_operator.news import Quota
-from headway_operator.resource import Resource, Slo, Tuning, TuningMode
+from headway_operator.resource import Resource, Slo, Tuning
 from headway_operator.status import Problem
+from headway_operator.tuner.adopt import standing_limits
 from headway_operator.tuner.controller import Change, Decision
 from headway_operator.tuner.memory import Memory
 
@@ -67,21 +68,12 @@ class Known:
 def wanted_limits(resource: Resource, known: Known) -> Limits:
     """What should be in force before the tuner is asked again.
 
-    The tuner's last word about this spec holds; else its state from the status
-    (a restarted controller); else what the spec says, at once.
+    The tuner's last word about this spec holds; else its state from the status (a restarted controller),
+    under the edits made since; else what the spec says, at once.
     """
-    spec = resource.batching.limits()
-    decision, memory = known.decision, known.memory
-    if decision is not None:
-        return plain(decision.limits)
-    tunes = resource.tuning.mode is TuningMode.AUTO and (resource.slo.ttft or resource.slo.itl)
-    if not tunes or memory.tuned is None or memory.base is None or not memory.base.same_values(spec):
-        return spec
-    try:
-        check_limits(memory.tuned, resource.batching.envelope())
-    except InvalidLimits:
-        return spec
-    return plain(memory.tuned)
+    if known.decision is not None:
+        return plain(known.decision.limits)
+    return standing_limits(resource.slo, resource.tuning, resource.batching, known.memory)
 
 
 def plain(limits: Limits) -> Limits:

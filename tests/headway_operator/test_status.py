@@ -357,6 +357,18 @@ def test_limits_that_differ_between_pods_are_not_reported_as_applied() -> None:
     assert "chat-1" in found["message"]
 
 
+def test_after_an_edit_and_before_the_next_decision_the_edit_is_what_is_wanted() -> None:
+    """One limit was edited; another, that the tuner moved, stays where it is."""
+    resource = a_resource(batching={"window": "5ms"})
+    tuned = Limits(max_batch_tokens=640)
+    memory = Memory(base=Limits(), tuned=tuned)
+    in_force = Sample(limits=Limits(generation=9, window_ms=5, max_batch_tokens=640), capacity=CAPACITY)
+    status = made(facts(resource=resource, decision=None, memory=memory, samples={"chat-0": in_force}))
+    assert parameter(status, "window")["desired"] == 5
+    assert parameter(status, "maxBatchTokens")["desired"] == 640
+    assert states(status)["ParametersDrifted"] == "False"
+
+
 def test_a_pod_that_refuses_limits_is_named_with_its_reason() -> None:
     found = condition(made(facts(refused={"chat-0": "PUT answered 422: too much"})), "ParametersDrifted")
     assert found is not None

@@ -8,8 +8,8 @@ import zlib
 
 import msgspec
 
-from headway_engine.protocol import Capacity, Limits
-from headway_operator.resource import Batching, Slo, Tuning
+from headway_engine.protocol import Capacity, InvalidLimits, Limits, check_limits
+from headway_operator.resource import Batching, Slo, Tuning, TuningMode
 from headway_operator.tuner.decision import TUNABLES, Change
 from headway_operator.tuner.memory import Memory
 
@@ -37,6 +37,24 @@ def adopt(
         memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=())
     memory = msgspec.structs.replace(memory, base=base, tuned=adopted, objective=objective)
     return memory, changes, free
+
+
+def standing_limits(slo: Slo, tuning: Tuning, batching: Batching, memory: Memory) -> Limits:
+    """What should be in force before anything was observed: the stored state under the present spec.
+
+    The spec itself where nothing may be tuned, nothing is stored, or what is stored no longer fits.
+    """
+    spec, envelope = batching.limits(), batching.envelope()
+    tunes = tuning.mode is TuningMode.AUTO and (slo.ttft is not None or slo.itl is not None)
+    if not tunes or memory.tuned is None or memory.base is None:
+        return spec
+    try:
+        check_limits(memory.tuned, envelope)
+    except InvalidLimits:
+        return spec
+    # An edit of one limit is in force at once; it does not throw away what was tuned about the others.
+    adopted, _, _ = adopt(slo, tuning, batching, envelope, memory)
+    return spec if adopted.tuned is None else msgspec.structs.replace(adopted.tuned, generation=0)
 
 
 def fit_in(limits: Limits, capacity: Capacity) -> Limits:
