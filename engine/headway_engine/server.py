@@ -1,8 +1,6 @@
-"""The public port: OpenAI's routes on a core client. Reads bodies, hands them on, writes what comes back.
+"""The public port: OpenAI's routes on a core client. Says who may ask and when, and hands calls on.
 
-A request's task ends in one of four ways: answered, refused, cancelled because the client left or
-stopped reading, or failed with the core. In each the core is told and the counters agree. Knows
-nothing of torch.
+Knows nothing of how a call becomes tokens (`prompts`) and tokens an answer (`reply`), nor of torch.
 """
 
 import asyncio
@@ -11,7 +9,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,40 +20,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway_engine import openai
-from headway_engine.core_client import CoreClient, Mailbox, News, Phase
-from headway_engine.generation import Choice, usage
-from headway_engine.messages import Ready
-from headway_engine.openai import ApiError, Call, Head, bad_request
-from headway_engine.protocol import TENANT_HEADER, Limits, Outcome
-from headway_engine.sequence import Finished, FinishReason, Rejected, RejectReason, Request
+from headway_engine import answers, openai
+from headway_engine.answers import ApiError, bad_request
+from headway_engine.core_client import CoreClient, Phase
+from headway_engine.openai import Call
+from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
+from headway_engine.protocol import TENANT_HEADER, Limits
+from headway_engine.reply import JSON, STALLED_READER_S, Reply
 from headway_engine.telemetry import Telemetry
-from headway_engine.text import TextError, Tokeniser
 
 MAX_BODY_BYTES = 32 << 20
-INLINE_PROMPT_CHARS = 2_000
-"""Longer prompts are tokenised in a thread: other requests' tokens go out meanwhile."""
-STALLED_READER_S = 60.0
-"""A client that reads nothing for so long is taken to be gone."""
 STARTING_RETRY_S = 5.0
 DRAINING_RETRY_S = 2.0
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-JSON = "application/json"
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What is there once the core is ready."""
-
-    ready: Ready
-    tokeniser: Tokeniser
-    limits: Limits
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids below this one have a meaning and weights. A tokenizer may know more than the model."""
-        return min(self.tokeniser.vocab_size, self.ready.vocab_size or self.tokeniser.vocab_size)
 
 
 class Front:
@@ -108,7 +85,15 @@ class Front:
         prompts = await encode_prompts(call, serving)
         requests, choices = build(call, prompts, serving, tenant=tenant, arrival_s=arrival_s)
         self.check_flood(len(requests), serving.limits)
-        return Reply(self, call, requests, choices)
+        return Reply(
+            self.core,
+            call,
+            requests,
+            choices,
+            model_name=self.served_name,
+            clock=self.clock,
+            stalled_reader_s=self.stalled_reader_s,
+        )
 
     def check_model(self, name: str) -> None:
         """404 for another model than the one served; no name means that one."""
@@ -164,265 +149,6 @@ def tenant_of(http: HttpRequest, keys: Mapping[bytes, str] | None) -> str:
 def digest(key: str) -> bytes:
     """Keys are kept and looked up by digest: how long a look-up takes says nothing about them."""
     return hashlib.sha256(key.encode()).digest()
-
-
-async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
-    """Token ids of each prompt; 400 for one that is empty, over-long or not of this model."""
-    tokeniser = serving.tokeniser
-    limit = serving.ready.capacity.max_model_tokens - 1  # room for one token of output
-    if call.messages:
-        text = render(tokeniser, call.messages, add_generation_prompt=True, **call.template_values)
-        ids = await encode_text(tokeniser, tokeniser.encode_chat, text, limit, "messages")
-        return [checked(ids, limit, serving.vocab_size, "messages")]
-    prompts = []
-    for prompt in call.prompts:
-        if isinstance(prompt, str):
-            ids = await encode_text(tokeniser, tokeniser.encode, prompt, limit, "prompt")
-        else:
-            ids = list(prompt)
-        prompts.append(checked(ids, limit, serving.vocab_size, "prompt"))
-    return prompts
-
-
-def render(tokeniser: Tokeniser, messages: Any, **values: Any) -> str:
-    """The prompt of a chat; 400 when the model's template refuses it."""
-    try:
-        return tokeniser.render_chat(messages, **values)
-    except TextError as error:
-        raise bad_request(str(error), "messages", "chat_template") from error
-
-
-async def encode_text(
-    tokeniser: Tokeniser, encode: Callable[[str], list[int]], text: str, limit: int, param: str
-) -> list[int]:
-    """Token ids; a text that must be too long is refused by its length, before any work."""
-    if len(text) > (limit + 1) * tokeniser.longest_token_chars:
-        raise too_long(f"at least {len(text) // tokeniser.longest_token_chars}", limit, param)
-    if len(text) <= INLINE_PROMPT_CHARS:
-        return encode(text)
-    return await asyncio.to_thread(encode, text)
-
-
-def checked(ids: list[int], limit: int, vocab_size: int, param: str) -> list[int]:
-    """The ids, when they can be run."""
-    if not ids:
-        raise bad_request(f"{param}: must not be empty", param)
-    if len(ids) > limit:
-        raise too_long(str(len(ids)), limit, param)
-    if max(ids) >= vocab_size:
-        raise bad_request(f"{param}: token id {max(ids)} is outside the vocabulary ({vocab_size})", param)
-    return ids
-
-
-def too_long(count: str, limit: int, param: str) -> ApiError:
-    return bad_request(
-        f"{param}: {count} tokens; this model takes at most {limit} and one of output",
-        param,
-        "context_length_exceeded",
-    )
-
-
-def build(
-    call: Call, prompts: list[list[int]], serving: Serving, *, tenant: str, arrival_s: float
-) -> tuple[list[Request], list[Choice]]:
-    """One Request and one Choice for every prompt and sample. Raises 400 for what the model cannot do."""
-    context = serving.ready.capacity.max_model_tokens
-    tokeniser = serving.tokeniser
-    asked = call.sampling
-    if asked.max_tokens > context:
-        name = call.max_tokens_field
-        raise bad_request(
-            f"{name}: {asked.max_tokens} is above the model's context of {context} tokens", name
-        )
-    if any(token >= serving.vocab_size for token, _ in asked.logit_bias):
-        raise bad_request("logit_bias: a token id is outside the vocabulary", "logit_bias")
-    ends = frozenset(() if call.ignore_eos else serving.ready.stop_token_ids) | frozenset(
-        asked.stop_token_ids
-    )
-    requests, choices = [], []
-    for number, prompt in enumerate(prompts):
-        room = context - len(prompt)
-        max_tokens = min(asked.max_tokens or room, room)
-        for sample in range(call.n):
-            index = number * call.n + sample
-            sampling = msgspec.structs.replace(
-                asked,
-                max_tokens=max_tokens,
-                min_tokens=min(asked.min_tokens, max_tokens),
-                top_k=min(asked.top_k, serving.vocab_size),
-                seed=openai.seed_of(call, index),
-                stop_token_ids=tuple(sorted(ends)),
-            )
-            requests.append(
-                Request(
-                    id=secrets.token_hex(12),
-                    prompt=tuple(prompt),
-                    sampling=sampling,
-                    arrival_s=arrival_s,
-                    tenant=tenant,
-                    priority=call.priority,
-                    cache_salt=tenant,
-                )
-            )
-            choices.append(
-                Choice(
-                    index,
-                    prompt,
-                    tokeniser.decode,
-                    tokeniser.piece,
-                    stops=call.stops,
-                    stop_token_ids=ends,
-                    min_tokens=sampling.min_tokens,
-                    echo=tokeniser.decode(prompt) if call.echo else "",
-                )
-            )
-    return requests, choices
-
-
-class Reply(Response):
-    """Runs one call through the core while it watches the client, for streams and whole answers alike.
-
-    Starlette watches only the clients of its own streaming responses; a client that hangs up on a whole
-    answer would be computed for to the end.
-    """
-
-    def __init__(self, front: Front, call: Call, requests: list[Request], choices: list[Choice]) -> None:
-        super().__init__()
-        self._front = front
-        self._call = call
-        self._requests = requests
-        self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
-        self._box = Mailbox()
-        self._head = Head(call.kind, openai.new_id(call.kind), int(time.time()), front.served_name)
-        self._streaming = False  # headers of a stream are out
-        self._sending_since_s: float | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        core = self._front.core
-        core.submit(self._requests, self._box)
-        answering = asyncio.ensure_future(self._answer(send))
-        leaving = asyncio.ensure_future(_disconnected(receive))
-        try:
-            stalled_s = self._front.stalled_reader_s
-            while not self._stalled(stalled_s):
-                tasks = {answering, leaving}
-                done, _ = await asyncio.wait(tasks, timeout=stalled_s, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    break
-            if answering.done():
-                answering.result()
-        finally:
-            for request in self._requests:
-                core.end(request.id, Outcome.ABORTED)
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
-
-    def _stalled(self, limit_s: float) -> bool:
-        """The client has taken nothing for so long that it is treated as gone."""
-        since_s = self._sending_since_s
-        return since_s is not None and self._front.clock() - since_s >= limit_s
-
-    async def _answer(self, send: Send) -> None:
-        try:
-            if self._call.stream:
-                await self._stream(send)
-            else:
-                await self._whole(send)
-        except ApiError as error:
-            if self._streaming:
-                await self._send_body(send, openai.error_event(error), more=False)
-            else:
-                await self._start(send, error.status, JSON, error.headers())
-                await self._send_body(send, error.body(), more=False)
-
-    async def _whole(self, send: Send) -> None:
-        while not all(c.done for c in self._choices.values()):
-            self._push(await self._box.take())
-        deltas = [c.take() for c in self._choices.values()]
-        body = openai.answer(
-            self._head, [d for d in deltas if d], self._usage(), logprobs=self._call.logprobs
-        )
-        await self._start(send, 200, JSON, {"content-length": str(len(body))})
-        await self._send_body(send, body, more=False)
-
-    async def _stream(self, send: Send) -> None:
-        call = self._call
-        while not all(c.done for c in self._choices.values()):
-            self._push(await self._box.take())
-            events = []
-            for choice in self._choices.values():
-                delta = choice.take()
-                if delta is not None:
-                    usage_now = self._usage() if call.continuous_usage else None
-                    events.append(
-                        openai.chunk(self._head, delta, usage=usage_now, usage_field=call.include_usage)
-                    )
-            if events:
-                await self._start_stream(send)
-                await self._send_body(send, b"".join(events), more=True)
-        last = openai.usage_chunk(self._head, self._usage()) if call.include_usage else b""
-        await self._send_body(send, last + openai.DONE, more=False)
-
-    def _push(self, news: list[News]) -> None:
-        """Take news in. Raises ApiError when a choice was refused or failed: that ends the whole answer."""
-        for item in news:
-            if isinstance(item, Rejected):
-                raise refusal(item)
-            choice = self._choices[item.id]
-            if choice.done:
-                continue
-            choice.push(item)
-            if choice.failure is not None:
-                raise failure(choice.failure)
-            if choice.stopped_here:
-                self._front.core.end(item.id, Outcome.FINISHED)
-
-    def _usage(self) -> Any:
-        return usage(list(self._choices.values()), self._call.n)
-
-    async def _start_stream(self, send: Send) -> None:
-        """Headers of a stream go out with its first event: until then, a refusal can still be a 429."""
-        if not self._streaming:
-            self._streaming = True
-            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            await self._start(send, 200, "text/event-stream; charset=utf-8", headers)
-
-    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
-        raw = [(b"content-type", content_type.encode())]
-        raw += [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _send_body(self, send: Send, body: bytes, *, more: bool) -> None:
-        # A timer for each send would cost as much as the send.
-        self._sending_since_s = self._front.clock()
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending_since_s = None
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def refusal(rejected: Rejected) -> ApiError:
-    """The scheduler's refusal as a status."""
-    message, retry_s = rejected.message, rejected.retry_after_s
-    match rejected.reason:
-        case RejectReason.TOO_LONG:
-            return bad_request(message, "prompt", "context_length_exceeded")
-        case RejectReason.QUEUE_FULL:
-            return ApiError(429, message, code=str(rejected.reason), retry_after_s=retry_s)
-        case RejectReason.DRAINING:
-            return ApiError(503, message, code=str(rejected.reason), retry_after_s=retry_s)
-
-
-def failure(finished: Finished) -> ApiError:
-    """A sequence that ended without an answer, as a status."""
-    if finished.reason is FinishReason.TIMEOUT:
-        message = finished.message or "the request waited longer than the queue timeout"
-        return ApiError(429, message, code="queue_timeout", retry_after_s=1.0)
-    return ApiError(500, finished.message or "the engine gave the request up", code=str(finished.reason))
 
 
 class RequestIds:
@@ -482,7 +208,7 @@ def public_app(front: Front) -> ASGIApp:
 
     def model() -> dict[str, Any]:
         context = front.serving().ready.capacity.max_model_tokens
-        return openai.model(front.served_name, front.created, context)
+        return answers.model(front.served_name, front.created, context)
 
     @app.get("/v1/models")
     async def models(http: HttpRequest) -> Response:

@@ -7,7 +7,6 @@ import time
 import msgspec
 import pytest
 
-from headway_engine.limits import clamp, successor
 from headway_engine.loop import PROBE_ID, Loop
 from headway_engine.messages import (
     Abort,
@@ -20,7 +19,7 @@ from headway_engine.messages import (
     Stop,
     Submit,
 )
-from headway_engine.protocol import BatchingMode, Capacity, Limits, check_limits
+from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import (
     Finished,
@@ -199,22 +198,6 @@ def test_lowering_the_sequence_cap_under_load_kills_nobody():
     b.turn(8)
     for id in "abcdef":
         assert b.events(id)[-1] == Finished(id, FinishReason.LENGTH)
-
-
-def test_unchanged_limits_keep_their_generation():
-    """A controller that repeats itself does not make it look as if something had changed."""
-    current = Limits(generation=4)
-    assert successor(current, Limits(generation=9)) is current
-    assert successor(current, Limits(generation=0, window_ms=3)) == Limits(generation=5, window_ms=3)
-    assert successor(current, Limits(generation=9, window_ms=3)) == Limits(generation=10, window_ms=3)
-
-
-def test_limits_of_a_file_are_brought_below_capacity():
-    """What was clamped is valid, whatever the file said."""
-    wanted = Limits(max_batch_tokens=5000, max_batch_sequences=500, prefill_chunk_tokens=9999)
-    clamped = clamp(wanted, CAPACITY)
-    check_limits(clamped, CAPACITY)
-    assert (clamped.max_batch_tokens, clamped.max_batch_sequences) == (64, 8)
 
 
 def test_a_request_that_poisons_the_batch_fails_alone():

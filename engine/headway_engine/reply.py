@@ -1,0 +1,183 @@
+"""One call on its way through the core: tokens come back and go out to the client, until one of the two ends.
+
+A reply ends in one of four ways: answered, refused, cancelled because the client left or stopped
+reading, or failed with the core. In each the core is told and the counters agree. Knows nothing of routes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway_engine import answers
+from headway_engine.answers import ApiError, Head, bad_request
+from headway_engine.core_client import CoreClient, Mailbox, News
+from headway_engine.generation import Choice, Usage, usage
+from headway_engine.openai import Call
+from headway_engine.protocol import Outcome
+from headway_engine.sequence import Finished, FinishReason, Rejected, RejectReason, Request
+
+JSON = "application/json"
+STALLED_READER_S = 60.0
+"""A client that reads nothing for so long is taken to be gone."""
+
+
+class Reply(Response):
+    """Runs one call through the core while it watches the client, for streams and whole answers alike.
+
+    Starlette watches only the clients of its own streaming responses; a client that hangs up on a whole
+    answer would be computed for to the end.
+    """
+
+    def __init__(
+        self,
+        core: CoreClient,
+        call: Call,
+        requests: list[Request],
+        choices: list[Choice],
+        *,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
+        stalled_reader_s: float = STALLED_READER_S,
+    ) -> None:
+        super().__init__()
+        self._core = core
+        self._clock = clock
+        self._stalled_reader_s = stalled_reader_s
+        self._call = call
+        self._requests = requests
+        self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
+        self._box = Mailbox()
+        self._head = Head(call.kind, answers.new_id(call.kind), int(time.time()), model_name)
+        self._streaming = False  # headers of a stream are out
+        self._sending_since_s: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        core = self._core
+        core.submit(self._requests, self._box)
+        answering = asyncio.ensure_future(self._answer(send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            while not self._stalled():
+                tasks = {answering, leaving}
+                done, _ = await asyncio.wait(
+                    tasks, timeout=self._stalled_reader_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if done:
+                    break
+            if answering.done():
+                answering.result()
+        finally:
+            for request in self._requests:
+                core.end(request.id, Outcome.ABORTED)
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    def _stalled(self) -> bool:
+        """The client has taken nothing for so long that it is treated as gone."""
+        since_s = self._sending_since_s
+        return since_s is not None and self._clock() - since_s >= self._stalled_reader_s
+
+    async def _answer(self, send: Send) -> None:
+        try:
+            if self._call.stream:
+                await self._stream(send)
+            else:
+                await self._whole(send)
+        except ApiError as error:
+            if self._streaming:
+                await self._send_body(send, answers.error_event(error), more=False)
+            else:
+                await self._start(send, error.status, JSON, error.headers())
+                await self._send_body(send, error.body(), more=False)
+
+    async def _whole(self, send: Send) -> None:
+        while not all(c.done for c in self._choices.values()):
+            self._push(await self._box.take())
+        deltas = [c.take() for c in self._choices.values()]
+        body = answers.answer(
+            self._head, [d for d in deltas if d], self._usage(), logprobs=self._call.logprobs
+        )
+        await self._start(send, 200, JSON, {"content-length": str(len(body))})
+        await self._send_body(send, body, more=False)
+
+    async def _stream(self, send: Send) -> None:
+        call = self._call
+        while not all(c.done for c in self._choices.values()):
+            self._push(await self._box.take())
+            events = []
+            for choice in self._choices.values():
+                delta = choice.take()
+                if delta is not None:
+                    usage_now = self._usage() if call.continuous_usage else None
+                    events.append(
+                        answers.chunk(self._head, delta, usage=usage_now, usage_field=call.include_usage)
+                    )
+            if events:
+                await self._start_stream(send)
+                await self._send_body(send, b"".join(events), more=True)
+        last = answers.usage_chunk(self._head, self._usage()) if call.include_usage else b""
+        await self._send_body(send, last + answers.DONE, more=False)
+
+    def _push(self, news: list[News]) -> None:
+        """Take news in. Raises ApiError when a choice was refused or failed: that ends the whole answer."""
+        for item in news:
+            if isinstance(item, Rejected):
+                raise refusal(item)
+            choice = self._choices[item.id]
+            if choice.done:
+                continue
+            choice.push(item)
+            if choice.failure is not None:
+                raise failure(choice.failure)
+            if choice.stopped_here:
+                self._core.end(item.id, Outcome.FINISHED)
+
+    def _usage(self) -> Usage:
+        return usage(list(self._choices.values()), self._call.n)
+
+    async def _start_stream(self, send: Send) -> None:
+        """Headers of a stream go out with its first event: until then, a refusal can still be a 429."""
+        if not self._streaming:
+            self._streaming = True
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            await self._start(send, 200, "text/event-stream; charset=utf-8", headers)
+
+    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
+        raw = [(b"content-type", content_type.encode())]
+        raw += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _send_body(self, send: Send, body: bytes, *, more: bool) -> None:
+        # A timer for each send would cost as much as the send.
+        self._sending_since_s = self._clock()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since_s = None
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(rejected: Rejected) -> ApiError:
+    """The scheduler's refusal as a status."""
+    message, retry_s = rejected.message, rejected.retry_after_s
+    match rejected.reason:
+        case RejectReason.TOO_LONG:
+            return bad_request(message, "prompt", "context_length_exceeded")
+        case RejectReason.QUEUE_FULL:
+            return ApiError(429, message, code=str(rejected.reason), retry_after_s=retry_s)
+        case RejectReason.DRAINING:
+            return ApiError(503, message, code=str(rejected.reason), retry_after_s=retry_s)
+
+
+def failure(finished: Finished) -> ApiError:
+    """A sequence that ended without an answer, as a status."""
+    if finished.reason is FinishReason.TIMEOUT:
+        message = finished.message or "the request waited longer than the queue timeout"
+        return ApiError(429, message, code="queue_timeout", retry_after_s=1.0)
+    return ApiError(500, finished.message or "the engine gave the request up", code=str(finished.reason))
