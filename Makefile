@@ -29,7 +29,8 @@ $(READY): constraints.txt pyproject.toml
 	@echo "==> Setting up $(VENV): about 3 GB to download (torch with its CUDA libraries is 2.6 GB of it), 6 GB on disk"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed -n '/^uv==/,/[^\\]$$/p' constraints.txt > $(VENV)/uv.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(VENV)/uv.txt
+	@test -x $(BIN)/uv || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(VENV)/uv.txt
 	@$(BIN)/uv pip install --python $(BIN)/python --no-deps --require-hashes -r constraints.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
