@@ -8,6 +8,9 @@
 // Weights lie in panels of NR output columns: panel[k][NR]. Gate and up projections share panels, W columns each.
 
 #include <omp.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +39,7 @@ typedef uint16_t bf16;
 static inline vf load(const float* p) { return *(const vf*)p; }
 static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
 static inline void store(float* p, vf v) { *(vf*)p = v; }
-static inline vf all(float x) { return vf{} + x; }
+static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, so that could not be folded
 
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) {
@@ -176,7 +179,7 @@ static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int 
   std::vector<Item> items;
   for (int c = 0; c < n; c++) {
     int context = chunks[c].start + chunks[c].length;
-    int most = std::max(1, std::min(16, SCORE_FLOATS / context / group));
+    int most = std::max(1, std::min(32, SCORE_FLOATS / context / group));
     for (int row = 0; row < chunks[c].length; row += most)
       for (int h = 0; h < kv_heads; h++)
         items.push_back({c, h, row, std::min(most, chunks[c].length - row)});
@@ -212,6 +215,18 @@ static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& ite
   return team;
 }
 
+static inline float sum_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
 static inline float dot(const float* a, const float* b, int n) {
   vf s0 = vf{}, s1 = vf{};
   int i = 0;
@@ -220,11 +235,23 @@ static inline float dot(const float* a, const float* b, int n) {
     s1 += load(a + i + W) * load(b + i + W);
   }
   for (; i + W <= n; i += W) s0 += load(a + i) * load(b + i);
-  s0 += s1;
-  float s = 0;
-  for (int j = 0; j < W; j++) s += s0[j];
+  float s = sum_of(s0 + s1);
   for (; i < n; i++) s += a[i] * b[i];
   return s;
+}
+
+// Products of `a` with four rows of `b` that follow one another.
+static inline void dot_four(const float* a, const float* b, int n, float* to) {
+  vf s[4] = {vf{}, vf{}, vf{}, vf{}};
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    vf x = load(a + i);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) s[j] += x * load(b + j * n + i);
+  }
+  for (int j = 0; j < 4; j++) to[j] = sum_of(s[j]);
+  for (; i < n; i++)
+    for (int j = 0; j < 4; j++) to[j] += a[i] * b[j * n + i];
 }
 
 static inline const float* as_floats(const float* p, int64_t, std::vector<float>&) { return p; }
@@ -235,19 +262,36 @@ static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float
   return to.data();
 }
 
+// to[d][i] = keys[i][d] for i < n, else 0: W tokens side by side.
+static void turn(const float* keys, int n, int width, float* to) {
+  if (n < W) std::fill_n(to, (size_t)width * W, 0.0f);
+  int d = 0;
+  for (; d + W <= width; d += W) {
+    float square[W][W];
+    for (int i = 0; i < n; i++) store(square[i], load(keys + i * width + d));
+    for (int j = 0; j < W; j++)
+      for (int i = 0; i < n; i++) to[(d + j) * W + i] = square[i][j];
+  }
+  for (; d < width; d++)
+    for (int i = 0; i < n; i++) to[d * W + i] = keys[i * width + d];
+}
+
 // scores[q][first + t] for the t of one block.
 static void score_block(const float* query, int queries, const float* keys, int tokens, int width, float* scores,
                         int64_t stride, Scratch& s) {
   if (queries < 8) {
-    for (int t = 0; t < tokens; t++)
-      for (int q = 0; q < queries; q++) scores[q * stride + t] = dot(query + q * width, keys + t * width, width);
+    for (int q = 0; q < queries; q++) {
+      const float* x = query + q * width;
+      int t = 0;
+      for (; t + 4 <= tokens; t += 4) dot_four(x, keys + (int64_t)t * width, width, scores + q * stride + t);
+      for (; t < tokens; t++) scores[q * stride + t] = dot(x, keys + (int64_t)t * width, width);
+    }
     return;
   }
   // Many queries: turn W keys over once, so that tokens lie in lanes and no sum across lanes is needed.
   for (int t = 0; t < tokens; t += W) {
     int n = std::min(W, tokens - t);
-    for (int d = 0; d < width; d++)
-      for (int i = 0; i < W; i++) s.turned[d * W + i] = i < n ? keys[(t + i) * width + d] : 0.0f;
+    turn(keys + (int64_t)t * width, n, width, s.turned.data());
     int q = 0;
     for (; q + 4 <= queries; q += 4) {
       vf a0 = vf{}, a1 = vf{}, a2 = vf{}, a3 = vf{};
@@ -285,8 +329,7 @@ static void softmax(float* scores, int seen, int context) {
     store(scores + t, e);
     sums += e;
   }
-  float sum = 0;
-  for (int j = 0; j < W; j++) sum += sums[j];
+  float sum = sum_of(sums);
   for (; t < seen; t++) {
     scores[t] = exp_(all(scores[t] - top))[0];
     sum += scores[t];
@@ -320,12 +363,13 @@ static inline void weigh(const float* weights, int64_t stride, const float* valu
 
 static void weigh_block(const float* weights, int64_t stride, int queries, const float* values, int tokens, int width,
                         float* out) {
+  constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
-  for (; column + 2 * W <= width; column += 2 * W) {
+  for (; column + 4 * W <= width; column += 4 * W) {
     int q = 0;
-    for (; q + 3 <= queries; q += 3)
-      weigh<3, 2>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
-    for (; q < queries; q++) weigh<1, 2>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
+    for (; q + Q <= queries; q += Q)
+      weigh<Q, 4>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
+    for (; q < queries; q++) weigh<1, 4>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
   }
   for (; column + W <= width; column += W)
     for (int q = 0; q < queries; q++)

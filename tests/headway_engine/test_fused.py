@@ -1,0 +1,205 @@
+"""The kernels in every instruction set, their build, and who may use the lean path."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headway_engine.fused import build, native
+from headway_engine.fused.llama import FusedRunner, why_not_fused
+from headway_engine.model import LoadedModel
+from headway_engine.protocol import Capacity
+from headway_engine.runner import TransformersRunner, build_runner
+from support import tiny_models
+
+SMALL = Capacity(
+    max_batch_tokens=128, max_batch_sequences=32, kv_blocks=160, block_tokens=4, max_model_tokens=97
+)
+
+needs_compiler = pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler here")
+
+
+def runs_here(chosen: str) -> bool:
+    order = ["baseline", "avx2", "avx512"]
+    return order.index(chosen) <= order.index(build.instruction_set())
+
+
+def loaded(chosen: str) -> Any:
+    import ctypes
+
+    folder = build.default_cache_dir() / "kernels"
+    path = folder / build.library_name(chosen)
+    return ctypes.CDLL(str(path if path.is_file() else build.compile_into(folder, chosen)))
+
+
+def crowd(runner: Any, architecture: str) -> None:
+    """30 sequences of different lengths, prefilled in one step and decoded together for eight tokens."""
+    prompts = [tuple((i * 37 + j * 11) % 290 + 3 for j in range(1 + i % 4)) for i in range(30)]
+    sequences = [
+        tiny_models.sequence(str(i), prompt, range(i * 5, i * 5 + 5)) for i, prompt in enumerate(prompts)
+    ]
+    tiny_models.advance(runner, *((s, s.prompt_len) for s in sequences))
+    for _ in range(8):
+        tiny_models.advance(runner, *((s, 1) for s in sequences))
+    for s, prompt in zip(sequences, prompts, strict=True):
+        assert tuple(s.tokens[s.prompt_len :]) == tiny_models.greedy(architecture, prompt, 9)
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", ["llama", "llama-wide"])
+@pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
+def test_every_instruction_set_says_what_generate_says(chosen: str, architecture: str) -> None:
+    """Wide batches, so that whole tiles and every rest of one are used; what this CPU lacks is skipped."""
+    if not runs_here(chosen):
+        pytest.skip(f"this CPU has no {chosen}")
+    crowd(FusedRunner(tiny_models.fresh(architecture), SMALL, loaded(chosen), threads=2), architecture)
+
+
+@needs_compiler
+def test_bfloat16_weights_and_cache_stay_close_to_float32() -> None:
+    """Same weights, widened: logits differ by bfloat16's rounding and no more."""
+    library = build.kernels()
+    assert library is not None
+    results = []
+    for dtype in ("bfloat16", "float32"):
+        runner = FusedRunner(tiny_models.fresh("llama-wide", dtype=dtype), SMALL, library, threads=1)
+        s = tiny_models.sequence("a", range(10, 40), range(10), logprobs=5)
+        tiny_models.advance(runner, (s, 17))
+        out = tiny_models.advance(runner, (s, 13))["a"].logprob
+        assert out is not None
+        results.append(out)
+    assert results[0].logprob == pytest.approx(results[1].logprob, abs=0.15)
+
+
+@needs_compiler
+def test_bfloat16_through_the_kernel_serves_transformers_too() -> None:
+    """The attention kernel under a bfloat16 module: close to torch's own attention."""
+    library = build.kernels()
+    found = []
+    for used in (library, None):
+        runner = TransformersRunner(tiny_models.fresh("qwen2", dtype="bfloat16"), SMALL, used)
+        s = tiny_models.sequence("a", range(10, 40), range(10), logprobs=0)
+        tiny_models.advance(runner, (s, 17))
+        out = tiny_models.advance(runner, (s, 13))["a"].logprob
+        assert out is not None
+        found.append(out.logprob)
+    assert found[0] == pytest.approx(found[1], abs=0.15)
+
+
+@needs_compiler
+def test_the_module_gives_its_weights_up() -> None:
+    """They are in memory once: packed."""
+    model = tiny_models.fresh("llama")
+    before = model.weight_bytes
+    assert build.kernels() is not None
+    runner = build_runner(tiny_models.engine_config(runner="auto"), model, SMALL)
+    assert runner.name == "fused"
+    assert model.weight_bytes < before / 10
+
+
+@needs_compiler
+def test_a_token_outside_the_vocabulary_is_an_error_and_no_wild_read() -> None:
+    """C code must not be reached with it."""
+    from headway_engine.stepping import StepError
+
+    runner = build_runner(tiny_models.engine_config(runner="fused"), tiny_models.fresh("llama"), SMALL)
+    s = tiny_models.sequence("a", [5, 300], range(2))
+    with pytest.raises(StepError, match="outside the vocabulary of 300"):
+        tiny_models.advance(runner, (s, 2))
+
+
+def test_spans_say_whose_rows_are_whose() -> None:
+    """Slots follow the block table; tables of a step lie one after the other."""
+    found = native.spans([(5, 1, [7, 3, 9]), (2, 4, [1, 8])], block_tokens=4)
+    assert found.tokens == 5
+    assert found.chunks.tolist() == [[0, 1, 5, 0], [1, 4, 2, 2]]
+    assert found.tables.tolist() == [7, 3, 1, 8]
+    assert found.slots.tolist() == [3 * 4 + 1, 1 * 4 + 2, 1 * 4 + 3, 8 * 4 + 0, 8 * 4 + 1]
+    assert found.positions.tolist() == [5, 2, 3, 4, 5]
+
+
+def test_without_a_compiler_everything_works_on_torch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says why it is slower; auto falls back to transformers; the answer is the same."""
+    build.kernels.cache_clear()
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    try:
+        with caplog.at_level(logging.WARNING, logger="headway_engine"):
+            assert build.kernels() is None
+        assert "torch's own attention is used" in caplog.text
+        monkeypatch.delenv("HEADWAY_CACHE")  # the tiny model's tokenizer is not what this is about
+        runner = build_runner(tiny_models.engine_config(runner="auto"), tiny_models.fresh("llama"), SMALL)
+        assert runner.name == "transformers"
+        crowd(runner, "llama")
+    finally:
+        build.kernels.cache_clear()
+
+
+def test_a_compiler_that_fails_leaves_no_library_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last words are in the error."""
+    compiler = tmp_path / "cxx"
+    compiler.write_text("#!/bin/sh\necho 'error: no registers left' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(RuntimeError, match="no registers left"):
+        build.compile_into(tmp_path / "kernels", "baseline")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@needs_compiler
+def test_a_library_built_beforehand_is_used_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a container image without g++ gets the kernels."""
+    name = build.library_name(build.instruction_set())
+    shutil.copy(build.default_cache_dir() / "kernels" / name, tmp_path / name)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv(build.KERNELS_ENV, str(tmp_path))
+    build.kernels.cache_clear()
+    try:
+        library = build.kernels()
+        assert library is not None
+        assert library._name == os.fspath(tmp_path / name)
+        monkeypatch.setenv(build.KERNELS_ENV, "off")
+        build.kernels.cache_clear()
+        assert build.kernels() is None
+    finally:
+        build.kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"mlp_bias": True}, "biases"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope type dynamic",
+        ),
+    ],
+)
+def test_what_the_lean_path_cannot_compute_it_leaves_alone(changes: dict[str, Any], reason: str) -> None:
+    """Judged before any weight is taken over."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(
+        "llama", vocab_size=300, num_key_value_heads=2, max_position_embeddings=64, **(sizes | changes)
+    )
+    module = AutoModelForCausalLM.from_config(config).eval()
+    model = LoadedModel(module, config, None, torch.device("cpu"), torch.float32, 64, "a test", ())
+    assert reason in (why_not_fused(model) or "")
+
+
+def test_other_architectures_are_told_why() -> None:
+    assert "GPT2LMHeadModel is not one of" in (why_not_fused(tiny_models.fresh("gpt2")) or "")
+    assert "float16" in (why_not_fused(tiny_models.fresh("llama", dtype="float16")) or "")
+    assert why_not_fused(tiny_models.fresh("qwen2")) is None
