@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
-from headway_engine.protocol import MANAGEMENT_PORT, Capacity
+from headway_engine.protocol import Capacity
 from headway_operator import manifests, status
 from headway_operator.cluster import Cluster, ClusterError, Forbidden, Gone, Manifest, Refused
 from headway_operator.fleet import Fleet, FleetError, PodRef, Unreachable
@@ -26,10 +24,11 @@ from headway_operator.manifests import Images
 from headway_operator.metrics import Observation, Sample, observe
 from headway_operator.news import News, change_of_limits, transitions
 from headway_operator.owned import OwnedObjects
+from headway_operator.pods import pods_of
 from headway_operator.resource import API_VERSION, KIND, InvalidSpec, Resource, parse
 from headway_operator.status import Facts, Problem
 from headway_operator.tuner.controller import decide
-from headway_operator.tuner.memory import Memory, from_status
+from headway_operator.tuner.memory import from_status
 
 Key = tuple[str, str]
 
@@ -135,7 +134,7 @@ class Reconciler:
         known.limits, known.basis = wanted_limits(resource, known), Basis.of(resource)
         if edited or not tick_only or known.applied_generation != resource.generation:
             await self.apply(resource, known)
-        pods = await self._pods(resource)
+        pods = await pods_of(resource, self._cluster)
         if edited or self._due_in_s(known) > 0:
             await self._converge(resource, known, pods)
         else:
@@ -300,12 +299,6 @@ class Reconciler:
             self._reports.scraped()
         return samples
 
-    async def _pods(self, resource: Resource) -> tuple[PodRef, ...]:
-        """Pods of the resource that are not on their way out, by name."""
-        found = await self._cluster.list("v1", "Pod", resource.namespace, manifests.selector(resource.name))
-        pods = [pod for body in found if (pod := _pod_ref(body)) is not None]
-        return tuple(sorted(pods, key=lambda pod: pod.name))
-
     # What became of it.
 
     async def _report(
@@ -321,7 +314,7 @@ class Reconciler:
                 samples=known.samples,
                 observation=known.observation,
                 decision=known.decision,
-                memory=self._memory_to_show(known),
+                memory=known.memory,
                 refused=known.refused,
                 problems=known.problems,
                 endpoint=manifests.endpoint(resource),
@@ -336,13 +329,6 @@ class Reconciler:
         news += [change_of_limits(changes, resource.tuning.mode) for changes in known.untold]
         known.untold = ()
         await self._tell(body, known, news)
-
-    @staticmethod
-    def _memory_to_show(known: Known) -> Memory:
-        """Between an edit and the next tick the tuner has not spoken: what is wanted is what we put."""
-        if known.decision is not None or known.memory.tuned is None:
-            return known.memory
-        return msgspec.structs.replace(known.memory, tuned=known.limits)
 
     def _figures_due(self, known: Known, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
         """Figures are written at most once a minute, and only while there is traffic to tell of."""
@@ -394,17 +380,3 @@ def _capacity(resource: Resource, reported: Sequence[Sample]) -> Capacity:
     """What one pod reserved: the smallest where they differ, the spec's envelope where none says."""
     known = [sample.capacity for sample in reported if sample.capacity is not None]
     return min(known, key=lambda c: (c.max_batch_tokens, c.kv_tokens), default=resource.batching.envelope())
-
-
-def _pod_ref(body: Manifest) -> PodRef | None:
-    """Where the pod's management port is; None for a pod that ends, has ended, or has no address yet."""
-    found = body.get("status") or {}
-    if "deletionTimestamp" in body["metadata"] or found.get("phase") in ("Succeeded", "Failed"):
-        return None
-    address = found.get("podIP")
-    if not address:
-        return None
-    ports = [p for c in body["spec"].get("containers") or [] for p in c.get("ports") or []]
-    port = next((p["containerPort"] for p in ports if p.get("name") == "management"), MANAGEMENT_PORT)
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in found.get("conditions") or [])
-    return PodRef(name=body["metadata"]["name"], address=address, management_port=port, ready=ready)
