@@ -14,6 +14,9 @@ from headway_operator.schema import admit
 
 Manifest = dict[str, Any]
 
+WHERE_FIELDS_ARE = "`kubectl explain infd.spec` lists every field with its unit and range"
+QUOTE_OFF = 'Off needs quotes (mode: "Off"): YAML reads the bare word as false'
+
 SIDE_KINDS = frozenset({"Secret", "ConfigMap"})
 """Kinds that may stand beside the resource in a file, because it can refer to them."""
 
@@ -68,8 +71,8 @@ def _admitted(document: Manifest, path: Path) -> Manifest:
         stored = admit(document)
     except InvalidSpec as e:
         lines = "\n".join(f"  {problem}" for problem in e.problems)
+        bare_off = any(problem.path == "spec.tuning.mode" for problem in e.problems)
         raise UserError(
-            f"{path}: the resource is not valid\n{lines}",
-            "docs/reference and `kubectl explain infd.spec` list every field with its unit and range",
+            f"{path}: the resource is not valid\n{lines}", QUOTE_OFF if bare_off else WHERE_FIELDS_ARE
         ) from e
     return _in_namespace(stored, path)

@@ -243,6 +243,11 @@ class OneMachine:
         after = self.cluster.edit(KIND, *self.key, checked)
         return int(after["metadata"]["generation"])
 
+    def replace(self, resource: Manifest) -> int:
+        """`kubectl apply` of an edited file: put another admitted resource in place; the generation then."""
+        after = self.cluster.put({**resource, "metadata": {**resource["metadata"], "namespace": self.key[0]}})
+        return int(after["metadata"]["generation"])
+
     async def until_in_force(self, holds: Callable[[Limits], bool], timeout_s: float = 60.0) -> None:
         """Wait until every pod that serves reports limits like these. Raises Failed."""
         try:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -26,7 +26,7 @@ from headway_cli import openloop, replay, report, table
 from headway_cli.client import Endpoint
 from headway_cli.console import make_console, step
 from headway_cli.documents import read_resources
-from headway_cli.errors import EXIT_INTERRUPTED, EXIT_OK
+from headway_cli.errors import EXIT_INTERRUPTED, EXIT_OK, UserError
 from headway_cli.figures import Figures, Meter
 from headway_cli.machine import OneMachine
 from headway_cli.report import Record
@@ -37,6 +37,7 @@ from headway_local.local_cluster import Event
 DEFAULT_PORT = 8000
 REFRESH_S = 1.0
 PLAIN_EVERY_S = 10.0
+FILE_EVERY_S = 0.5
 SHOWN_DECISIONS = 6
 
 _NEXT_CHANGE = re.compile(r"; (?=\w+ \d+ → )")
@@ -68,11 +69,53 @@ async def _run(args: argparse.Namespace, console: Console) -> int:
         if not await session.until_ready():
             return session.exit_status
         session.introduce()
-        async with session.showing():
+        async with session.showing(), following(session, args.file):
             if arrivals:
                 await session.play(arrivals, Random(args.seed), args.json)
             await session.stop.wait()
     return session.exit_status
+
+
+@contextlib.asynccontextmanager
+async def following(session: "Session", file: Path) -> AsyncIterator[None]:
+    """While the body runs, an edit of the file is an edit of the resource."""
+
+    async def follow() -> None:
+        name = session.machine.key[1]
+        known = await asyncio.to_thread(_fingerprint, file)
+        while True:
+            await asyncio.sleep(FILE_EVERY_S)
+            now = await asyncio.to_thread(_fingerprint, file)
+            if now in (known, None):
+                continue
+            known = now
+            try:
+                resource, _ = await asyncio.to_thread(read_resources, file)
+            except UserError as e:
+                session.note(f"the edit of {file.name} was not applied: {e.message}")
+                continue
+            if resource["metadata"]["name"] != name:
+                session.note(f"the edit of {file.name} was not applied: the name must stay {name}")
+                continue
+            session.note(
+                f"{file.name} was edited and applied (generation {session.machine.replace(resource)})"
+            )
+
+    task = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _fingerprint(file: Path) -> tuple[int, int] | None:
+    """Changes when the file does; None while it is not there (an editor may be replacing it)."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 class Session:
@@ -186,7 +229,7 @@ class Session:
     # Showing.
 
     @contextlib.asynccontextmanager
-    async def showing(self) -> Any:
+    async def showing(self) -> AsyncIterator[None]:
         """The live table (or plain lines) while the body runs."""
         self._showing = True
         show = self._show_live if self.console.is_terminal else self._show_plain
@@ -211,7 +254,7 @@ class Session:
                 self.console.print(table.plain(view), markup=False)
                 last_s, limits = view.elapsed_s, view.figures.limits or limits
 
-    async def _views(self) -> Any:
+    async def _views(self) -> AsyncIterator[View]:
         meter = Meter()
         while True:
             self.figures = meter.add(time.monotonic(), await self.machine.scrape())
@@ -240,7 +283,7 @@ class Session:
 
     def note(self, text: str) -> None:
         """Something that we did ourselves, beside the controller's events."""
-        self._heard(Event(datetime.now(UTC), "Normal", "Demo", text))
+        self._heard(Event(datetime.now(UTC), "Normal", "Note", text))
 
     # Traffic.
 

@@ -35,6 +35,7 @@ spec:
     kvCache: {memoryPercent: 5}
     capacity: {maxBatchTokens: 512, maxBatchSequences: 16}
   slo: {ttft: {p95: 5s}, itl: {p95: 1s}}
+  tuning: {mode: "Off"}
   runtime: {extraArgs: [--threads=1, --kv-blocks=600]}
 """
 
@@ -71,7 +72,7 @@ def endpoint(said: list[str]) -> Endpoint | None:
 
 @pytest.mark.slow
 async def test_it_serves_shows_what_happens_and_ends_well(tmp_path: Path) -> None:
-    """Start, answer, a trace with a report, an edit of nothing, Ctrl-C with a stream open: exit 0."""
+    """Start, answer, a trace with a report, a good edit, a bad one, Ctrl-C with a stream open: exit 0."""
     file, trace, out = tmp_path / "tiny.yaml", tmp_path / "trace.csv", tmp_path / "report.json"
     file.write_text(TINY)
     rows = "".join(f"{n * 100},1,60,8\n" for n in range(10))
@@ -98,6 +99,11 @@ async def test_it_serves_shows_what_happens_and_ends_well(tmp_path: Path) -> Non
         assert (summary["offered"], summary["finished"]) == (10, 10)
         await eventually(lambda: "attainment" in "\n".join(said))
         assert any("maxBatchTokens=" in line for line in said)
+
+        file.write_text(TINY.replace("maxBatchTokens: 256", "maxBatchTokens: 200"))
+        await eventually(lambda: any("maxBatchTokens=200" in line for line in said))
+        file.write_text(TINY.replace("maxBatchTokens: 256", "maxBatchTokens: many"))
+        await eventually(lambda: any("was not applied" in line for line in said))
 
         pieces: asyncio.Queue[str] = asyncio.Queue()
         streaming = asyncio.create_task(
