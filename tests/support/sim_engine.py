@@ -44,7 +44,7 @@ def poisson(
     seconds: float,
     start_s: float = 0.0,
     prompt_tokens: float = 500,
-    output_tokens: float = 80,
+    output_tokens: float = 30,
     seed: int = 1,
 ) -> Iterator[Arrival]:
     """Poisson arrivals with lognormal lengths of these means."""
@@ -221,7 +221,7 @@ class Plant:
         pods: int = 1,
     ) -> None:
         self.slo, self.batching, self.capacity = slo, batching, capacity
-        self.tuning = tuning or Tuning()
+        self.tuning = tuning or Tuning(interval_s=5.0)
         self.memory = Memory()
         self.engines = [SimEngine(capacity, batching.limits(), slo.objectives(), cost) for _ in range(pods)]
         self.ticks: list[Tick] = []

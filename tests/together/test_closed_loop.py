@@ -4,8 +4,6 @@ The engine is `support.sim_engine`: its step costs simulated time of a form that
 (a knee, noise, stalls). The traffic is synthetic: Poisson arrivals, lognormal lengths.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from headway_engine.protocol import Capacity, check_limits
@@ -68,10 +66,10 @@ def test_far_too_small_a_budget_grows_until_what_arrives_is_served_inside_the_ta
 
 
 def test_it_settles_and_then_leaves_well_alone() -> None:
-    """Churn: at most 30 changes an hour in steady load, which is 1 in 12 intervals; and small ones."""
+    """Churn: at most 30 changes an hour in steady load, so about one in two minutes; and small ones."""
     plant = busy_plant(TOO_LARGE)
     plant.run(6)
-    settled = plant.run(14)
+    settled = plant.run(24)
     assert changes(settled) <= 2
     budgets = [tick.limits.max_batch_tokens for tick in settled]
     assert max(budgets) <= 1.25 * min(budgets)
@@ -81,7 +79,7 @@ def test_after_a_step_in_load_it_comes_back_under_the_targets() -> None:
     plant = Plant(SLO, TOO_LARGE, CAPACITY, TrueCost())
     plant.offer(poisson(6, seconds=200))
     plant.run(5)
-    plant.offer(poisson(18, seconds=150, start_s=50, seed=3))
+    plant.offer(poisson(18, seconds=150, start_s=plant.now_s, seed=3))
     after = plant.run(8)
     assert all(itl_misses(tick) <= 0.05 for tick in after[3:])
     assert all(ttft_misses(tick) <= 0.05 for tick in after[3:])
@@ -152,10 +150,10 @@ def test_without_any_traffic_nothing_moves() -> None:
 
 
 def test_a_lull_does_not_undo_what_was_learnt() -> None:
-    plant = busy_plant(TOO_LARGE, seconds=60)
+    plant = busy_plant(TOO_LARGE, seconds=35)
     plant.run(7)
     tuned = plant.limits
-    lull = plant.run(40)
+    lull = plant.run(80)
     assert all(not tick.decision.changes for tick in lull[1:])
     assert plant.limits.same_values(tuned)
     plant.offer(poisson(22, seconds=50, start_s=plant.now_s))
@@ -175,7 +173,13 @@ def test_sparse_traffic_freezes_the_feedback_and_says_so() -> None:
 
 def test_it_never_leaves_the_users_bounds_nor_capacity() -> None:
     bounds = Bounds(max_batch_tokens=Bound(min=1024, max=4096), max_queued_tokens=Bound(max=9000))
-    plant = Plant(SLO, Batching(max_batch_tokens=4096), CAPACITY, TrueCost(), tuning=Tuning(bounds=bounds))
+    plant = Plant(
+        SLO,
+        Batching(max_batch_tokens=4096),
+        CAPACITY,
+        TrueCost(),
+        tuning=Tuning(interval_s=5.0, bounds=bounds),
+    )
     plant.offer(poisson(22, seconds=200))
     ticks = plant.run(8)
     for tick in ticks:
@@ -188,7 +192,7 @@ def test_it_never_leaves_the_users_bounds_nor_capacity() -> None:
 
 
 def test_recommend_says_the_same_and_touches_nothing() -> None:
-    plant = busy_plant(TOO_LARGE, tuning=Tuning(mode=TuningMode.RECOMMEND))
+    plant = busy_plant(TOO_LARGE, tuning=Tuning(interval_s=5.0, mode=TuningMode.RECOMMEND))
     ticks = plant.run(6)
     assert all(tick.limits.same_values(TOO_LARGE.limits()) for tick in ticks)
     recommended = ticks[-1].decision.recommended
@@ -247,9 +251,9 @@ def test_a_slow_engine_with_a_tiny_budget_is_tuned_on_a_fine_grid() -> None:
 
 
 def test_another_interval_gives_the_same_place() -> None:
-    """Every figure is per time, not per tick: five times as many looks settle at about the same budget."""
-    slow, quick = busy_plant(seconds=70), busy_plant(seconds=70, tuning=replace(Tuning(), interval_s=2.0))
+    """Learning goes by time and not by looks: more of them settle at about the same budget."""
+    slow, quick = busy_plant(seconds=70), busy_plant(seconds=70, tuning=Tuning(interval_s=2.0))
     slow.run(7)
-    quick.run(35)
+    quick.run(18)
     assert quick.limits.max_batch_tokens == pytest.approx(slow.limits.max_batch_tokens, rel=0.3)
-    assert changes(quick.ticks[20:]) <= 5
+    assert changes(quick.ticks[9:]) <= 5

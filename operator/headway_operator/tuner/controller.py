@@ -91,6 +91,8 @@ def _decide(
 
 
 HYSTERESIS = 0.06
+GROWTH_HYSTERESIS = 0.12
+"""Inside the targets a little more budget gains little, and the measured correction wobbles by as much."""
 LEAST_BAD_HYSTERESIS = 0.5
 """Where no value meets the target, none is worth much fuss."""
 QUEUE_HYSTERESIS = 0.15
@@ -321,6 +323,8 @@ def _worth_it(now: int, wanted: int, *, frozen: bool, urgent: bool, hysteresis: 
         return now
     if wanted < now and urgent:
         return wanted
+    if wanted > now:
+        hysteresis = max(hysteresis, GROWTH_HYSTERESIS)
     return wanted if abs(wanted - now) > max(hysteresis * now, grid(now)) else now
 
 

@@ -292,7 +292,8 @@ def _correct_step(memory: Memory, seen: Observation, slo: Slo, current: Limits, 
     # Well under the target there is nothing to tighten, and the histogram too coarse to learn from.
     near = interval.itl_s > NEAR_TARGET * slo.itl.target_s
     ratio = min(max(interval.itl_s / predicted_s, 1.0), ceiling) if near else 1.0
-    gain = KAPPA_RISE if ratio > memory.kappa else KAPPA_FALL
+    # Rising is a matter of safety and goes by looks; falling goes by time, however often we look.
+    gain: float = KAPPA_RISE if ratio > memory.kappa else 1 - (1 - KAPPA_FALL) ** (seen.elapsed_s / 10)
     return replace(memory, kappa=max(1.0, memory.kappa * (ratio / memory.kappa) ** gain))
 
 
@@ -304,7 +305,7 @@ def _correct_queue(memory: Memory, seen: Observation, slo: Slo, interval: Interv
         return memory
     scale = memory.queue_scale
     if interval.ttft_s > 0.95 * slo.ttft.target_s:
-        scale *= 0.85
+        scale *= 0.85 ** (seen.elapsed_s / 10)
     elif interval.ttft_s < 0.8 * slo.ttft.target_s:
-        scale *= 1.03
+        scale *= 1.03 ** (seen.elapsed_s / 10)
     return replace(memory, queue_scale=min(max(scale, QUEUE_SCALE_MIN), QUEUE_SCALE_MAX))
