@@ -21,7 +21,7 @@ them would need the right to read everybody's."""
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What became of an attempt. Objects of others in the way are `foreign`: nothing was written then."""
+    """What is there of the resource. Objects of others in the way are `foreign`: nothing was written then."""
 
     live: Live
     foreign: tuple[str, ...] = ()
@@ -41,11 +41,10 @@ class OwnedObjects:
         """All of `declared` exist as declared, in order, and no other object of the resource does."""
         wanted = [with_digest(manifest) for manifest in declared]
         live = await self._live(resource, wanted)
-        foreign = tuple(
-            _label(live[i]) for m in wanted if (i := identity(m)) in live and not _ours(live[i], resource)
-        )
-        if foreign:
-            return Made(live, foreign)
+        taken = [i for m in wanted if (i := identity(m)) in live and not _ours(live[i], resource)]
+        if taken:
+            ours = {i: found for i, found in live.items() if i not in taken}
+            return Made(ours, tuple(f"{kind} {name}" for _, kind, _, name in taken))
         for manifest in wanted:
             await self._apply(manifest, live)
         keep = {identity(manifest) for manifest in wanted}
@@ -99,7 +98,3 @@ def _prunable(live: Manifest, resource: Resource) -> bool:
         owner.get("uid") == resource.uid and owner.get("controller")
         for owner in live["metadata"].get("ownerReferences") or []
     )
-
-
-def _label(live: Manifest) -> str:
-    return f"{live['kind']} {live['metadata']['name']}"

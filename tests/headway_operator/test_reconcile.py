@@ -174,6 +174,23 @@ async def test_an_object_of_another_owner_is_never_overwritten(world: World) -> 
     assert [c for c in world.status["conditions"] if c["type"] == "Stalled"] == []
 
 
+async def test_another_owners_deployment_does_not_make_the_resource_ready(world: World) -> None:
+    """Its replicas are not ours."""
+    world.cluster.put(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"namespace": "default", "name": "chat"},
+            "spec": {"replicas": 1},
+            "status": {"readyReplicas": 1, "updatedReplicas": 1, "replicas": 1},
+        }
+    )
+    await world.change()
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "NameTaken")
+    assert "Deployment chat" in ready["message"]
+
+
 async def test_an_object_no_longer_wanted_is_removed(world: World) -> None:
     """Left over from an older version of the controller: ours by owner and label, but not declared."""
     await world.settle()
