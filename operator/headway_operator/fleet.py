@@ -156,7 +156,7 @@ def _url(pod: PodRef, path: str) -> str:
 
 
 def _refusal(body: bytes) -> tuple[str, str]:
-    """Field and message of a refusal; the engine sends OpenAI's error form, others send what they like."""
+    """Field and message of a refusal: `{field, message}`, OpenAI's error form, or whatever else came."""
     try:
         document = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -191,8 +191,15 @@ async def test_a_wrong_key_is_an_error_that_says_so(pods: Pods, fleet: HttpFleet
     assert "not-the-key" not in str(caught.value)
 
 
-async def test_a_refusal_names_the_field(pods: Pods, fleet: HttpFleet) -> None:
-    body = '{"error": {"message": "9000 is outside 1..512", "param": "max_batch_tokens"}}'
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"field": "max_batch_tokens", "message": "9000 is outside 1..512"}',
+        '{"error": {"message": "9000 is outside 1..512", "param": "max_batch_tokens"}}',
+    ],
+    ids=["the engine's own form", "OpenAI's form"],
+)
+async def test_a_refusal_names_the_field(pods: Pods, fleet: HttpFleet, body: str) -> None:
     pod = await pods.start(limits=answering(422, body))
     with pytest.raises(FleetError, match=r"422.*9000 is outside") as caught:
         await fleet.set_limits(pod, KEY, Limits())

@@ -1,5 +1,9 @@
 """The limits that the model asks for: a step as large as the ITL target allows, a queue as long as the
-TTFT target allows (reference: docs/architecture.md, "how a decision is made").
+TTFT target allows.
+
+    C = ((1 - margin) * target / kappa - T(0, D, K)) / b      prompt tokens a step
+    B = C + D                                                 maxBatchTokens
+    Q = scale * 0.85 * (target - 2 T(C, D, K)) * C / T(C, D, K)   maxQueuedTokens
 
 Pure arithmetic on the memory; knows nothing of trials, verdicts or time.
 """
