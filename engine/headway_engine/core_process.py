@@ -102,6 +102,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         raise model.ModelError(f"model: {settings.model} has no tokenizer beside its weights")
     progress("measuring capacity")
     capacity = runner.measure_capacity(loaded, settings)
+    progress("building the runner")  # the first time, this may compile kernels
     built = runner.build_runner(settings, loaded, capacity)
     limits = starting_limits(settings, capacity)
     ready = Ready(

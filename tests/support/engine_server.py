@@ -131,7 +131,7 @@ def engine_server(
     env: dict[str, str] | None = None,
     command: Sequence[str] = (sys.executable, "-m", "headway_engine"),
     wait_ready: bool = True,
-    ready_timeout_s: float = 120.0,
+    ready_timeout_s: float = 240.0,
 ) -> Iterator[Engine]:
     """A real engine process; its log goes to a file in `folder`. Killed at the end if it still lives."""
     port, management_port = free_port(), free_port()
@@ -167,7 +167,7 @@ def engine_server(
                 process.wait()
 
 
-def wait_until_ready(engine: Engine, timeout_s: float = 120.0) -> None:
+def wait_until_ready(engine: Engine, timeout_s: float = 240.0) -> None:
     """Wait for /readyz; AssertionError with the log when the engine ends or takes too long."""
 
     def ready() -> bool:
