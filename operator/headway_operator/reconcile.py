@@ -355,6 +355,8 @@ class Reconciler:
         """Events, within reason: a flapping condition is told of now and then."""
         now_s = self._clock.monotonic_s()
         for item in news:
+            name = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
+            logger.info("%s: %s: %s", name, item.reason, item.note)
             if not known.quota.allows(item.topic, now_s):
                 continue
             try:
@@ -363,7 +365,7 @@ class Reconciler:
                 )
             except ClusterError as error:
                 # An event is news, not state: it is not worth doing the whole run again.
-                logger.warning("event about %s: %s", body["metadata"]["name"], error)
+                logger.warning("%s: event not posted: %s", name, error)
 
     async def _report_invalid(self, body: Manifest, known: Known, error: InvalidSpec) -> None:
         before = body.get("status") or None
