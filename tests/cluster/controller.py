@@ -28,7 +28,7 @@ class Controller:
 
     def _install(self) -> None:
         chart = str(ROOT / "charts/headway")
-        options = ["--create-namespace", "--set", f"replicas={REPLICAS}", "--wait", "--timeout", "90s"]
+        options = ["--create-namespace", "--set", f"replicas={REPLICAS}", "--wait", "--timeout", "180s"]
         self._plane.helm("install", RELEASE, chart, "-n", SYSTEM, *options)
 
     def pods(self) -> list[PodProcess]:

@@ -100,7 +100,8 @@ class Plane:
         try:
             namespace = NetworkNamespace(RANGES)
         except OSError as error:
-            raise PlaneError(f"this user may not make a network namespace ({error}): run as root") from error
+            how = "run as root, or under `unshare --map-root-user --net`"
+            raise PlaneError(f"this user may not make a network namespace ({error}): {how}") from error
         memory = Path("/dev/shm")
         base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         _sweep(base)

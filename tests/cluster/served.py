@@ -120,12 +120,14 @@ class Served:
         self.plane.wait_for(lambda: not self.processes(), f"end of the processes of {self.name}", timeout_s)
 
 
-async def stream(client: openai.AsyncOpenAI, model: str, tokens: int) -> tuple[int, str | None]:
+async def stream(
+    client: openai.AsyncOpenAI, model: str, tokens: int, *, prompt: str = "once upon a time"
+) -> tuple[int, str | None]:
     """One streamed completion of exactly `tokens` tokens: tokens reported, and the finish reason."""
     reported, reason = 0, None
     answer = await client.completions.create(
         model=model,
-        prompt="once upon a time",
+        prompt=prompt,
         max_tokens=tokens,
         stream=True,
         stream_options={"include_usage": True},
