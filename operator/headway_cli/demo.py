@@ -34,7 +34,7 @@ SHARE_BEFORE = 1 / 5
 SETTLE_S = 20.0
 """Left out between before and after: the tuner moves in steps."""
 ANSWER_TOKENS = 60
-SHOWN_REASONS = 6
+SHOWN_REASONS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,14 +238,17 @@ def decisions(session: Session) -> list[str]:
     history = (session.machine.status.get("tuning") or {}).get("history") or []
     ways: dict[str, list[int]] = {}
     for entry in reversed(history):
-        for move in entry["changes"]:
+        for move in entry.get("changes") or ():
             ways.setdefault(move["name"], [move["from"]]).append(move["to"])
     if not ways:
         return ["", "No limit was moved: the traffic ended before the tuner had seen enough"]
     lines = ["", "What moved:"]
     lines += [f"  {name} {' → '.join(map(str, values))}" for name, values in ways.items()]
-    told = [change for event in session.events for change in changes(event)]
-    lines += ["", "Why:", *(f"  {line}" for line in told[:SHOWN_REASONS])]
+    told = [e for e in session.events if e.reason in ("LimitsChanged", "LimitsRecommended")]
+    lines += ["", "Why:"]
+    for event in told[:SHOWN_REASONS]:
+        first, *rest = changes(event)
+        lines += [f"  {first}", *(f"            {change}" for change in rest)]
     if len(told) > SHOWN_REASONS:
         lines.append(f"  and {len(told) - SHOWN_REASONS} more, each with its reason in status.tuning.history")
     return lines
@@ -261,10 +264,12 @@ def comparison(act: Act, before: Report, after: Report, whole: Report) -> Table:
         ("attainment", [f"{r.attainment:.0%}" if r.offered else "-" for r in reports]),
         ("TTFT p95", [_p95(r.ttft) for r in reports]),
         ("ITL p95", [_p95(r.itl) for r in reports]),
+        ("gaps over the target", ["-" if r.gaps_over is None else f"{r.gaps_over:.1%}" for r in reports]),
         ("output tokens/s", ("", "", f"{whole.output_tokens_per_s:.0f}")),
     )
     shown = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="bold")
     targets = {
+        "gaps over the target": "5%",
         "TTFT p95": table.milliseconds(act.slo.ttft.target_s) if act.slo.ttft else "",
         "ITL p95": table.milliseconds(act.slo.itl.target_s) if act.slo.itl else "",
     }

@@ -21,13 +21,12 @@ STREAMS = 6
 STREAM_TOKENS = 20
 PREFILLS = 3
 
-PREFILL_SHARE = 0.5
+PREFILL_SHARE = 0.42
 """Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible."""
 TARGET_STEPS = 4.5
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
-LONG_PROMPT_S = 1.0
-LONG_PROMPT_TARGETS = 5.0
-"""Long prompts take at least so long to prefill, and so many ITL targets: too much for one step."""
+LONG_PROMPT_TARGETS = 3.5
+"""What it takes to prefill a long prompt of the demo, in ITL targets: too much for one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +84,14 @@ def suit(speed: Speed, *, context: int, mean_prompt_share: float, max_sequences:
     b = 1 / speed.prefill_tokens_per_s
     d = speed.decode_step_s
     itl_s = TARGET_STEPS * d
-    long_prompt = max(32, min(context // 2, round(max(LONG_PROMPT_S, LONG_PROMPT_TARGETS * itl_s) / b)))
+    long_prompt = max(32, min(context // 2, round(LONG_PROMPT_TARGETS * itl_s / b)))
     fitting = (0.9 * itl_s - d) / b
     step_s = d + b * fitting
     # A long prompt takes so many steps; three times that leaves room for those before it in the queue.
     ttft_s = 3 * max(1.0, long_prompt / fitting) * step_s
     rate = PREFILL_SHARE * speed.prefill_tokens_per_s / (mean_prompt_share * long_prompt)
-    # Little's law: keep the sequences that decode at once at half of what may run.
-    output = 0.5 * max_sequences / (rate * step_s)
+    # Little's law: as many sequences decode at once as were measured, and no more than half of what may.
+    output = min(speed.streams, 0.5 * max_sequences) / (rate * step_s)
     return Suited(
         max_prompt_tokens=long_prompt,
         max_output_tokens=int(min(context // 4, 256, max(32, 2 * output))),

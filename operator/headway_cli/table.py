@@ -146,6 +146,8 @@ def summary(report: Report, slo: Slo) -> RenderableType:
         ),
         table,
     ]
+    if report.gaps_over is not None:
+        lines.append(Text(f"{report.gaps_over:.1%} of all gaps were over the ITL target"))
     lines += [Text(f"  {count} x {cause}") for cause, count in report.errors]
     if report.send_lag is not None:
         lines.append(Text(f"send lag p99 {milliseconds(report.send_lag.p99_s)}", style="dim"))

@@ -68,7 +68,7 @@ def test_a_bad_file_is_refused_with_the_field(tmp_path: Path, text: str, says: s
 
 def test_a_bare_off_is_explained(tmp_path: Path) -> None:
     """YAML reads it as false, which no user expects."""
-    with pytest.raises(UserError, match="spec.tuning.mode") as caught:
+    with pytest.raises(UserError, match=r"spec\.tuning\.mode") as caught:
         read_resources(write(tmp_path, MINIMAL + "  tuning: {mode: Off}\n"))
     assert 'mode: "Off"' in caught.value.hint
 
