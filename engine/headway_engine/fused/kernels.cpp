@@ -27,6 +27,7 @@ constexpr int W = 8, MR = 6;
 constexpr int W = 4, MR = 4;
 #endif
 constexpr int NR = 2 * W;
+constexpr int AHEAD = 24;              // how many rows of a panel are fetched before their turn
 constexpr int ROW_BLOCK = 512;         // rows that share one pass over the weights
 constexpr int SCORE_FLOATS = 1 << 16;  // scores one attention item may hold, per thread
 
@@ -126,6 +127,8 @@ static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& 
   const float* base = a + row * lda;
   for (int i = 0; i < k; i++) {
     vf b0 = load(panel + (int64_t)i * NR), b1 = load(panel + (int64_t)i * NR + W);
+    __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR);
+    __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR + W);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       vf x = all(base[m * lda + i]);
