@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny_models
 
 from headway_engine.model import load
 from headway_engine.protocol import Capacity
 from headway_engine.runner import StepError, TransformersRunner, build_runner, measure_capacity
+from support import tiny_models
 
 pytestmark = [
     pytest.mark.gpu,

@@ -62,7 +62,8 @@ def main() -> int:
     runner = TransformersRunner(model, capacity)
     print(f"{torch.cuda.get_device_name()}, {model.description}, {model.dtype}, copy {bandwidth:.0f} GB/s")
     print(
-        f"| batch at context {a.context} | ms a step | tokens/s | limit, tokens/s | share |\n|---|---|---|---|---|"
+        f"| batch at context {a.context} | ms a step | tokens/s | limit, tokens/s | share |\n"
+        "|---|---|---|---|---|"
     )
     for batch in batches:
         sequences = [
