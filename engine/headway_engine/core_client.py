@@ -7,7 +7,8 @@ from a cancel, or from here when the core is gone. Knows nothing of HTTP.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
@@ -87,6 +88,7 @@ class CoreClient:
         self._unstarted: set[RequestId] = set()
         self._tickets: dict[int, asyncio.Future[Limits]] = {}
         self._next_ticket = 0
+        self._answering = 0
         self._stopping = False
         self._last_words = ""  # why the core ended, when it could say so itself
         self._idle = asyncio.Event()
@@ -170,8 +172,19 @@ class CoreClient:
         if self.phase is not Phase.GONE:
             self._send(Stop())
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While an answer is on its way to its client. It may take longer than the computing."""
+        self._answering += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._rest()
+
     async def idle(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until nothing is in flight, and every answer has been handed over."""
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
@@ -260,7 +273,10 @@ class CoreClient:
     def _forget(self, id: RequestId) -> None:
         self._boxes.pop(id, None)
         self._unstarted.discard(id)
-        if not self._boxes:
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._boxes and not self._answering:
             self._idle.set()
 
     def _send(self, command: Submit | Abort | SetLimits | Drain | Stop) -> None:

@@ -272,7 +272,7 @@ def _call(
         ignore_eos=bool(b.ignore_eos),
         seeded=b.seed is not None,
         stream=bool(b.stream),
-        include_usage=options.include_usage,
+        include_usage=options.include_usage or options.continuous_usage_stats,
         continuous_usage=options.continuous_usage_stats,
         echo=echo,
         priority=b.priority or 0,

@@ -55,6 +55,10 @@ class Reply(Response):
         self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._core.answering():
+            await self._run(receive, send)
+
+    async def _run(self, receive: Receive, send: Send) -> None:
         core = self._core
         core.submit(self._requests, self._box)
         answering = asyncio.ensure_future(self._answer(send))

@@ -56,6 +56,26 @@ async def test_tokens_that_pile_up_behind_a_slow_reader_come_in_one_piece():
     assert bodies[2] == b"data: [DONE]\n\n"
 
 
+async def test_a_drain_waits_for_an_answer_that_is_still_on_its_way():
+    """The core is done long before a slow reader is; the ports must stay open until then."""
+    b = Bench()
+    go_on = asyncio.Event()
+
+    async def slow(message):
+        if message["type"] == "http.response.body":
+            await go_on.wait()
+
+    reply = asyncio.ensure_future(b.reply()({}, never, slow))
+    idle = asyncio.ensure_future(b.core.idle())
+    await settle()
+    await b.report(Started("a", 0), TokenOut("a", ord("x")), Finished("a", FinishReason.LENGTH))
+    await settle()
+    assert b.core.in_flight == 0
+    assert not idle.done()
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(reply, idle), 10)
+
+
 async def test_a_client_that_leaves_while_waiting_is_forgotten_at_once():
     """Row C.3 20: nothing has been computed yet, and nothing has been sent."""
     b = Bench()

@@ -85,6 +85,9 @@ def test_usage_comes_last_in_a_stream_and_only_when_asked_for(client):
     assert asked[-1].choices == []
     assert asked[-1].usage.completion_tokens == 5
     assert all(c.usage is None for c in asked[:-1])
+    options = {"continuous_usage_stats": True}
+    counted = list(complete(client, stream=True, stream_options=options))
+    assert [c.usage.completion_tokens for c in counted][-2:] == [5, 5]
 
 
 def test_a_stream_ends_with_done(engine):
