@@ -99,6 +99,23 @@ def test_logprobs_are_ordered_and_belong_to_the_tokens(client):
         assert logprob <= 0
 
 
+async def test_neighbours_do_not_change_each_others_logprobs(engine):
+    """Row C.5 46: options 0, 1, 5 and none in one batch give what they give alone."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+
+        async def ask(logprobs):
+            body = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": logprobs}
+            return (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+
+        alone = [await ask(logprobs) for logprobs in (0, 1, 5, None)]
+        together = await asyncio.gather(*(ask(logprobs) for logprobs in (0, 1, 5, None)))
+    assert together[3] is None
+    for one, other in zip(alone[:3], together[:3], strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert other["token_logprobs"] == pytest.approx(one["token_logprobs"], abs=1e-4)
+        assert [len(top) for top in one["top_logprobs"]] == [len(top) for top in other["top_logprobs"]]
+
+
 def test_logit_bias_forces_a_token(client):
     """A bias of 100 wins over any logit of a random model."""
     answer = complete(client, logit_bias={"100": 100}, max_tokens=3, logprobs=0)

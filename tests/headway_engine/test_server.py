@@ -188,6 +188,22 @@ def test_a_prefix_seen_before_is_counted_as_cached(client):
     assert complete(client, prompt).usage.prompt_tokens_details.cached_tokens == len(prompt) // 16 * 16
 
 
+def test_no_tenant_sees_what_another_has_cached(engine):
+    """Row C.7 67: a hit across tenants would be a timing channel between them."""
+    body = {"prompt": "a secret that one tenant has asked about before", "max_tokens": 1}
+
+    def cached(tenant):
+        answer = post(engine, "/v1/completions", body, **{"x-headway-tenant": tenant})
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("gold") == 0
+    assert cached("gold") == 32
+    assert cached("batch") == 0
+    assert engine.metrics()['headway_tenant_tokens_total{kind="prompt",tenant="gold"}'] == 2 * 47
+    bad = post(engine, "/v1/completions", body, **{"x-headway-tenant": "no spaces"})
+    assert bad.status_code == 400
+
+
 def test_request_ids_are_echoed_or_made(engine):
     """Row C.6 59: an id of the client's is echoed and used for nothing else."""
     given = post(engine, "/v1/completions", {"prompt": "abc"}, **{"x-request-id": "mine-1"})
