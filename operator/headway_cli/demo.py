@@ -35,6 +35,8 @@ SETTLE_S = 20.0
 """Left out between before and after: the tuner moves in steps."""
 ANSWER_TOKENS = 60
 SHOWN_REASONS = 4
+SLOWED = 1.5
+"""From this factor on a slower machine is worth a word."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ async def _show(session: Session, args: argparse.Namespace) -> None:
     await spoil(session, suited)
     async with session.showing():
         act = await play(session, arrivals, args.minutes * 60, Random(args.seed))
-    conclude(session, act)
+    conclude(session, act, suited)
 
 
 async def answer(session: Session, question: str) -> None:
@@ -205,7 +207,7 @@ def _tokens(session: Session) -> int:
     return limits.max_batch_tokens if limits else session.machine.resource.batching.max_batch_tokens
 
 
-def conclude(session: Session, act: Act) -> None:
+def conclude(session: Session, act: Act, suited: Suited) -> None:
     """Before and after, and every decision with its reason."""
     step(session.console, "Summary")
     before = [r for r in act.records if r.due_s + r.answer.e2e_s <= act.released_s]
@@ -222,6 +224,8 @@ def conclude(session: Session, act: Act) -> None:
     )
     for line in decisions(session):
         session.console.print(f"    {line}", markup=False)
+    if slower := slowdown(session, suited):
+        session.console.print(f"    {slower}", markup=False)
     if whole.client_too_slow:
         session.console.print(
             "    Requests left late: this machine was too busy to send them on time. Read with care",
@@ -230,6 +234,18 @@ def conclude(session: Session, act: Act) -> None:
     session.console.print(
         "\n    Next: headway up -f examples/quickstart.yaml, or kubectl apply -f the same file.\n",
         markup=False,
+    )
+
+
+def slowdown(session: Session, suited: Suited) -> str:
+    """A word about a machine that is not as fast as it was when the targets were chosen; empty otherwise."""
+    cost = (session.machine.status.get("tuning") or {}).get("stepCost") or {}
+    times = cost.get("perPrefillTokenNanoseconds", 0) / 1e9 * suited.prefill_tokens_per_s
+    if times < SLOWED:
+        return ""
+    return (
+        f"A prompt token took {times:.1f} times as long in the end as when this machine was measured: other "
+        "programs use it. The targets were chosen for the faster one"
     )
 
 

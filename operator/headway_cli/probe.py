@@ -52,6 +52,7 @@ class Suited:
     ttft_ms: int
     itl_ms: int
     fitting_tokens: int  # prompt tokens per step that the ITL target leaves room for
+    prefill_tokens_per_s: float  # the speed that all this was chosen for
 
 
 async def measure(endpoint: Endpoint, chance: Random, prompt_tokens: int) -> Speed:
@@ -99,6 +100,7 @@ def suit(speed: Speed, *, context: int, mean_prompt_share: float, max_sequences:
         ttft_ms=_round_up(ttft_s * 1000, 100),
         itl_ms=_round_up(itl_s * 1000, 10),
         fitting_tokens=round(fitting),
+        prefill_tokens_per_s=speed.prefill_tokens_per_s,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from headway_cli import demo
 from headway_cli.__main__ import main
 from headway_cli.documents import read_resources
+from headway_cli.probe import Speed, suit
 
 
 def test_the_demo_serves_the_quickstart() -> None:
@@ -20,9 +21,9 @@ def test_the_demo_serves_the_quickstart() -> None:
 class Told:
     """The little of a session that the list of decisions looks at."""
 
-    def __init__(self, history: list[dict[str, Any]]) -> None:
+    def __init__(self, history: list[dict[str, Any]], prefill_ns: int = 0) -> None:
         self.machine = self
-        self.status = {"tuning": {"history": history}}
+        self.status = {"tuning": {"history": history, "stepCost": {"perPrefillTokenNanoseconds": prefill_ns}}}
         self.events: list[Any] = []
 
 
@@ -39,6 +40,15 @@ def test_the_way_of_a_limit_is_told_oldest_first() -> None:
 def test_no_move_is_said_as_such() -> None:
     """Rather than an empty list."""
     assert "No limit was moved" in demo.decisions(Told([]))[1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prefill_ns", "times"), [(0, ""), (1_200_000, ""), (3_000_000, "3.0 times")])
+def test_a_machine_that_got_slower_is_told(prefill_ns: int, times: str) -> None:
+    """Targets that were chosen for a faster one would otherwise look like the tuner's failure."""
+    suited = suit(Speed(1000, 0.05), context=2048, mean_prompt_share=0.3, max_sequences=16)
+    said = demo.slowdown(Told([], prefill_ns), suited)  # type: ignore[arg-type]
+    assert bool(said) == bool(times)
+    assert times in said
 
 
 @pytest.mark.model
