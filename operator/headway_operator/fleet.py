@@ -63,9 +63,10 @@ class Fleet(Protocol):
 
 
 class HttpFleet:
-    """Fleet over HTTP. One connection pool; at most `concurrency` pods are asked at once."""
+    """Fleet over HTTP. One connection pool; at most `concurrency` pods are asked at once: many more than
+    can be expected to hang together, since a pod that hangs keeps its place for the whole timeout."""
 
-    def __init__(self, *, timeout_s: float = 3.0, concurrency: int = 32) -> None:
+    def __init__(self, *, timeout_s: float = 3.0, concurrency: int = 256) -> None:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(concurrency)

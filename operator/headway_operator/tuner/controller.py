@@ -95,8 +95,8 @@ GROWTH_HYSTERESIS = 0.12
 """Inside the targets a little more budget gains little, and the measured correction wobbles by as much."""
 LEAST_BAD_HYSTERESIS = 0.5
 """Where no value meets the target, none is worth much fuss."""
-QUEUE_HYSTERESIS = 0.15
-"""The queue cap is a product of estimates, and only matters when it is hit."""
+QUEUE_HYSTERESIS = 0.04
+"""Of a damped move: about twice as much lies between the cap and what the model asks for."""
 FREEZE_S = 300.0
 MISSES_TO_FALL_BACK = 10
 MISSES_TO_GO_STATIC = 3

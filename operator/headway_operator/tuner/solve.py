@@ -23,6 +23,8 @@ LARGEST_GRID = 32
 TTFT_STEP_SHARE = 0.25
 """With no ITL target, the share of the TTFT target that one step may take."""
 QUEUE_SHARE = 0.85
+QUEUE_NEAR = 4.0
+"""Inside this factor of its present value the queue cap is damped; further away it jumps."""
 SHRINK_MOST, GROW_MOST = 0.4, 1.5
 LEAST_BAD = 1.5
 """Where no setting meets the ITL target, a step may take so many times what one request alone takes:
@@ -169,7 +171,7 @@ def solve(
             tokens.value,
         ),
         prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
-        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full),
+        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full, free=free),
         prefill_tokens=prefill,
         step_allowed_s=allowed_s,
         predicted_s=predicted_s,
@@ -240,8 +242,14 @@ def _chunk(
     return Clamped(clamped.value, clamped.binding or binding)
 
 
-def _queue(slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, full: float) -> Clamped:
-    """Prompt tokens that can be computed inside the TTFT target; without one, as it is."""
+def _queue(
+    slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, full: float, *, free: bool
+) -> Clamped:
+    """Prompt tokens that can be computed inside the TTFT target; without one, as it is.
+
+    Near its present value the cap goes half of the way (of its logarithm): it is a product of estimates, and
+    on a machine whose speed is noisy it would otherwise swing by factors from tick to tick.
+    """
     if slo.ttft is None:
         return Clamped(start.max_queued_tokens)
     prefill = max(full, 1.0)
@@ -250,5 +258,8 @@ def _queue(slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, ful
     tokens = memory.queue_scale * QUEUE_SHARE * wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
     # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
     least = max(2 * memory.load.prompt_tokens, full)
-    value = on_grid(min(max(tokens, least), LARGEST_QUEUE))
+    wanted, now = max(tokens, least), max(start.max_queued_tokens, 1)
+    if not free and 1 / QUEUE_NEAR < wanted / now < QUEUE_NEAR:
+        wanted = max(math.sqrt(wanted * now), least)
+    value = on_grid(min(wanted, LARGEST_QUEUE))
     return _clamp(value, bound, LARGEST_QUEUE, "maxQueuedTokens")
