@@ -72,14 +72,15 @@ def sequence(number: int, tokens: int, vocabulary: int) -> Sequence:
     return Sequence(request=request, tokens=list(prompt), block_table=blocks)
 
 
-def steps(vocabulary: int) -> tuple[list[Step], dict[str, Step]]:
-    """Steps that fill the cache, and the step of each case."""
-    resident = [sequence(i, CONTEXT, vocabulary) for i in range(64)]
+def steps(vocabulary: int, prefix: str) -> tuple[list[Step], dict[str, Step]]:
+    """Steps that fill the cache, and the step of each case whose name begins with `prefix`."""
+    cases = [case for case in CASES if case.name.startswith(prefix)]
+    resident = [sequence(i, CONTEXT, vocabulary) for i in range(max(case.decodes for case in cases))]
     fill = [Step((Chunk(s, 0, CONTEXT - 1, samples=False),)) for s in resident]
     newcomer = sequence(64, 512, vocabulary)
     decode = [Chunk(s, CONTEXT - 1, 1, samples=True) for s in resident]
     timed = {}
-    for case in CASES:
+    for case in cases:
         chunks = decode[: case.decodes]
         if case.prefill:
             chunks = [*chunks, Chunk(newcomer, 0, case.prefill, samples=True)]
@@ -122,8 +123,7 @@ def main() -> None:
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * loaded[0].dtype.itemsize
     gb_per_s = read_gb_per_s()
     sides = runners(loaded, capacity, a.threads)
-    fill, timed = steps(config.vocab_size)
-    timed = {name: step for name, step in timed.items() if name.startswith(a.cases)}
+    fill, timed = steps(config.vocab_size, a.cases)
     for runner in sides.values():
         for step in fill:
             runner.run(step)

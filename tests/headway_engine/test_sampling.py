@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway_engine import sampling
 from headway_engine.sampling import NotFinite, sample, uniform
 from headway_engine.sequence import Sequence
 from support.tiny_models import sequence
@@ -141,6 +142,20 @@ def test_the_uniform_numbers_of_one_seed_are_spread_evenly() -> None:
     assert min(bins) > 850
     assert max(bins) < 1150
     assert len({uniform(seed, 0) for seed in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("vocabulary", [1024, 20_011, 49_152])
+def test_the_group_wise_search_finds_what_a_full_one_finds(vocabulary: int) -> None:
+    """Largest values and their places in wide rows, also where the width is no multiple of a group."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randperm(3 * vocabulary, generator=generator).view(3, vocabulary).float()
+    logits[1, -1] = 1e9  # in the rest behind the last whole group
+    values, places = sampling._largest(logits, 256)
+    expected = torch.topk(logits, 256, dim=-1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)
+    assert torch.equal(sampling._argmax(logits), logits.argmax(dim=-1))
+    assert sampling._argmax(torch.zeros(2, vocabulary)).tolist() == [0, 0]
 
 
 def test_a_flat_distribution_reaches_past_the_first_tier() -> None:
