@@ -23,6 +23,8 @@ from starlette.types import ASGIApp
 from headway_engine import channel, config, logs
 from headway_engine.control import ControlError, control_app, decode_objectives
 from headway_engine.core_client import CoreClient
+from headway_engine.core_process import tenant_policy
+from headway_engine.keys import KeyRing, KeysError
 from headway_engine.protocol import CONTROL_KEY_ENV, Objectives
 from headway_engine.server import Front, public_app
 from headway_engine.telemetry import Telemetry
@@ -56,7 +58,9 @@ async def serve(
     settings: config.EngineConfig, argv: Sequence[str], core_command: Sequence[str] = CORE_COMMAND
 ) -> int:
     """Run until a signal or the loss of the core; the exit status. `settings` was parsed from `argv`."""
-    telemetry = Telemetry(starting_objectives(settings), start_time_s=time.time())
+    telemetry = Telemetry(
+        starting_objectives(settings), start_time_s=time.time(), tenants=declared_tenants(settings)
+    )
     core = CoreClient(telemetry)
     name = config.served_name(settings)
     front = Front(core, telemetry, name, created=int(time.time()), keys=api_keys(settings))
@@ -168,14 +172,22 @@ def starting_objectives(settings: config.EngineConfig) -> Objectives:
         raise SystemExit(f"--objectives-file {settings.objectives_file}: {error}") from error
 
 
-def api_keys(settings: config.EngineConfig) -> dict[str, str] | None:
-    """API key to tenant, or None when the API is open. Exits with words for a bad file."""
+def declared_tenants(settings: config.EngineConfig) -> tuple[str, ...]:
+    """Names in the tenants file. Exits with words for a bad one, before the core would stumble over it."""
+    try:
+        return tuple(tenant_policy(settings).tenants)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SystemExit(f"--tenants-file {settings.tenants_file}: {error}") from error
+
+
+def api_keys(settings: config.EngineConfig) -> KeyRing | None:
+    """Whose keys are whose, or None when the API is open. Exits with words for bad ones."""
     if settings.keys_file is None:
         return None
     try:
-        return msgspec.json.decode(settings.keys_file.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError) as error:
-        raise SystemExit(f"--keys-file {settings.keys_file}: {error}") from error
+        return KeyRing(settings.keys_file)
+    except KeysError as error:
+        raise SystemExit(f"--keys-file {error}") from error
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -106,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
         "--keys-file",
         type=Path,
         default=d.keys_file,
-        help="JSON object, API key to tenant; with it, the API needs one of the keys",
+        help="JSON object, API key to tenant, or a folder with a file of keys for each tenant; with it, "
+        "the API needs one of the keys, and a change is taken in while the engine runs",
     )
     p.add_argument(
         "--drain-timeout-s",

@@ -4,11 +4,10 @@ Knows nothing of how a call becomes tokens (`prompts`) and tokens an answer (`re
 """
 
 import asyncio
-import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway_engine import answers, openai
 from headway_engine.answers import ApiError, bad_request
 from headway_engine.core_client import CoreClient, Phase
+from headway_engine.keys import KeyRing
 from headway_engine.openai import Call
 from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
 from headway_engine.protocol import TENANT_HEADER, Limits
@@ -47,7 +47,7 @@ class Front:
         *,
         created: int,
         clock: Callable[[], float] = time.monotonic,
-        keys: Mapping[str, str] | None = None,
+        keys: KeyRing | None = None,
         stalled_reader_s: float = STALLED_READER_S,
     ) -> None:
         self.core = core
@@ -55,7 +55,7 @@ class Front:
         self.served_name = served_name
         self.created = created
         self.clock = clock
-        self.keys = None if keys is None else {digest(key): tenant for key, tenant in keys.items()}
+        self.keys = keys
         self.stalled_reader_s = stalled_reader_s
 
     def serving(self) -> Serving:
@@ -131,12 +131,12 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-def tenant_of(http: HttpRequest, keys: Mapping[bytes, str] | None) -> str:
+def tenant_of(http: HttpRequest, keys: KeyRing | None) -> str:
     """Who asks. With keys, the key says it, and no key is a 401; without, the header does, and no header is
     the tenant without a name."""
     if keys is not None:
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        tenant = keys.get(digest(given))
+        tenant = keys.tenant(given)
         if tenant is None:
             raise ApiError(401, "this API needs a valid key", code="invalid_api_key")
         return tenant
@@ -144,11 +144,6 @@ def tenant_of(http: HttpRequest, keys: Mapping[bytes, str] | None) -> str:
     if tenant and not _TENANT.fullmatch(tenant):
         raise bad_request(f"{TENANT_HEADER} must be 1 to 64 letters, digits or ._:@-")
     return tenant
-
-
-def digest(key: str) -> bytes:
-    """Keys are kept and looked up by digest: how long a look-up takes says nothing about them."""
-    return hashlib.sha256(key.encode()).digest()
 
 
 class RequestIds:

@@ -5,7 +5,7 @@ of who reads the numbers, and never reads the time itself.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ OUTCOMES: dict[FinishReason, Outcome] = {
 
 
 MAX_TENANT_SERIES = 64
-"""Tenants with a series of their own; those that come later share one."""
+"""Tenants with a series of their own where none are declared; those that come later share one."""
 OTHER_TENANTS = "(others)"
 
 
@@ -113,7 +113,7 @@ class _Clock:
 class Telemetry:
     """All counters of one engine. Arrived = the sum of outcomes + those in flight, at every moment."""
 
-    def __init__(self, objectives: Objectives, *, start_time_s: float) -> None:
+    def __init__(self, objectives: Objectives, *, start_time_s: float, tenants: Iterable[str] = ()) -> None:
         self.start_time_s = start_time_s  # Unix time
         self.limits: Limits | None = None
         self.capacity: Capacity | None = None
@@ -125,7 +125,8 @@ class Telemetry:
         self.steps_total = 0
         self._gauges = Gauges()
         self._open: dict[RequestId, _Clock] = {}
-        self._tenants: dict[str, _TenantTokens] = {}
+        self._tenants = {name: _TenantTokens() for name in tenants}
+        self._most_tenants = len(self._tenants) or MAX_TENANT_SERIES
         self._steps = {
             Metric.STEP_SECONDS: Histogram(latency_buckets(objectives.itl_ms)),
             Metric.STEP_TOKENS: Histogram(STEP_TOKEN_BUCKETS),
@@ -156,8 +157,9 @@ class Telemetry:
         self._open[request.id] = _Clock(request.arrival_s, len(request.prompt), tenant)
 
     def _tenant(self, name: str) -> _TenantTokens:
-        """The tenant's counters. Names come from clients, so only so many get a series of their own."""
-        if name not in self._tenants and len(self._tenants) >= MAX_TENANT_SERIES:
+        """The tenant's counters. Names come from clients, so only those declared get a series of their own,
+        or so many of those that come where none is."""
+        if name not in self._tenants and len(self._tenants) >= self._most_tenants:
             name = OTHER_TENANTS
         return self._tenants.setdefault(name, _TenantTokens())
 

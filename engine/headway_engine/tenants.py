@@ -21,7 +21,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What one tenant may have. A cap of 0 means none beyond the engine's own."""
 
     weight: float = 1.0
-    priority: int = 0  # added to each request's own
+    priority: int = 0  # added to each request's own, which is at most 0 where tenants are declared
     max_queued_requests: int = 0
     max_queued_tokens: int = 0
     tokens_per_s: float = 0.0  # prompt and output together; 0: no limit of its own
@@ -50,5 +50,12 @@ class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tenants.get(tenant, self.default)
 
     def class_of(self, sequence: Sequence) -> int:
-        """The priority class a sequence stands in; higher goes first."""
-        return sequence.request.priority + self.of(sequence.request.tenant).priority
+        """The priority class a sequence stands in; higher goes first.
+
+        Where tenants are declared, a client may let others go first but not push itself forward: its tenant's
+        priority is the most it has, or one tenant could take what another was promised.
+        """
+        own = sequence.request.priority
+        if self.tenants:
+            own = min(0, own)
+        return own + self.of(sequence.request.tenant).priority

@@ -114,9 +114,25 @@ def test_a_higher_class_goes_first_whatever_its_counters() -> None:
 def test_a_tenants_priority_is_added_to_that_of_its_requests() -> None:
     policy = TenantPolicy(tenants={"gold": Tenant(priority=10), "batch": Tenant(priority=-10)})
     queue = a_queue(
-        a_member(0, "batch"), a_member(1), a_member(2, "gold"), a_member(3, priority=20), policy=policy
+        a_member(0, "batch"),
+        a_member(1),
+        a_member(2, "gold", priority=-5),
+        a_member(3, "gold"),
+        policy=policy,
     )
     assert order_of(queue) == ["s3", "s2", "s1", "s0"]
+
+
+def test_a_client_cannot_push_itself_before_a_tenant_of_higher_priority() -> None:
+    """With declared tenants, a request's own priority lets others go first, and no more."""
+    policy = TenantPolicy(tenants={"gold": Tenant(priority=10), "batch": Tenant(priority=-10)})
+    queue = a_queue(
+        a_member(0, "batch", priority=1000),
+        a_member(1, "nobody", priority=1000),
+        a_member(2, "gold"),
+        policy=policy,
+    )
+    assert order_of(queue) == ["s2", "s1", "s0"]
 
 
 def test_a_preempted_sequence_goes_before_newcomers_of_its_class_and_after_higher_ones() -> None:
@@ -262,7 +278,7 @@ def test_the_order_is_that_of_the_slow_obvious_queue(data: st.DataObject) -> Non
     for number in range(data.draw(st.integers(1, 60))):
         what = data.draw(st.sampled_from(["push", "push", "admit", "charge", "remove", "look"]))
         if what == "push":
-            tenant, priority = data.draw(st.sampled_from("abc")), data.draw(st.integers(0, 1))
+            tenant, priority = data.draw(st.sampled_from("abc")), data.draw(st.integers(-1, 0))
             member = a_member(number, tenant, priority)
             queue.push(member)
             obvious.push(member)

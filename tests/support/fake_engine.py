@@ -122,7 +122,8 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         tokenizer_dir=str(folder),
         stop_token_ids=(END,),
     )
-    return core_process.Core(Scheduler(CAPACITY, limits), toy.run, ready)
+    scheduler = Scheduler(CAPACITY, limits, tenants=core_process.tenant_policy(settings))
+    return core_process.Core(scheduler, toy.run, ready)
 
 
 def main(argv: list[str]) -> int:
