@@ -1,6 +1,7 @@
 """The whole path on a real control plane: apply a resource, get tokens, edit it, delete it."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.controller import SYSTEM, Controller
 from cluster.node import Node
-from cluster.plane import ROOT, Plane
+from cluster.plane import ROOT, AuditEntry, Plane
 from cluster.served import Served, Stopwatch, small, stream
 from support.eventually import eventually
 
@@ -135,11 +136,17 @@ async def test_a_settled_resource_is_never_written_and_the_controller_is_never_r
     """The audit log tells: nothing but the lease is written, and no request was forbidden."""
     chat = Served(plane, node, namespace, small()).wait_ready()
     chat.plane.wait_for(lambda: bool(chat.condition("Ready").get("status") == "True"), "Ready")
-    await asyncio.sleep(5)  # the last status writes of starting
-    since = max(entry.time_s for entry in plane.audit())
+
+    def writes(since_s: float) -> list[AuditEntry]:
+        return [e for e in plane.writes(controller.user, since_s) if e.resource != "leases"]
+
+    # Starting ends with some status writes; then nothing is left to say.
+    await eventually(
+        lambda: not writes(time.time() - 10), timeout_s=60, every_s=0.5, what="the end of starting"
+    )
+    since_s = time.time()
     await asyncio.sleep(15)  # three times the tuning interval; a silence cannot be waited for otherwise
-    writes = [e for e in plane.writes(controller.user, since + 0.001) if e.resource != "leases"]
-    assert writes == []
+    assert writes(since_s) == []
     # Other tests' namespaces are being deleted, where the API server forbids everybody to make anything.
     mine = {namespace, SYSTEM, ""}
     assert [e for e in plane.forbidden(controller.user) if e.namespace in mine] == []

@@ -45,6 +45,7 @@ def deployment(version: str = "one", replicas: int = 2) -> dict[str, Any]:
         "livenessProbe": {
             "httpGet": {"path": "/live", "port": "http"},
             "periodSeconds": 1,
+            "timeoutSeconds": 5,  # a slow machine is not a broken server
             "failureThreshold": 2,
         },
         # Time for the endpoint to be taken out before the server stops.
