@@ -69,12 +69,11 @@ class Backlog:
 
         `prefill_tokens` are prompt tokens of running requests that are still to be computed: the newcomer
         waits for them just as for those of the queue. A request counts its own prompt, but with nothing
-        queued a single one is never too large. A cap of 0 requests means no queue: only what a free slot
-        takes at once.
+        queued a single one is never too large. What a free slot takes at the next step does not count as
+        queued, so a cap of 0 requests means no queue, and not no service.
         """
         size = len(request.prompt)
-        most = limits.max_queued_requests or (1 if free_slots > 0 else 0)
-        if self.requests >= most:
+        if self.requests >= limits.max_queued_requests + max(0, free_slots):
             return (
                 f"{self.requests} requests are waiting and the limit max_queued_requests is "
                 f"{limits.max_queued_requests}"

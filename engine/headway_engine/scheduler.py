@@ -152,7 +152,7 @@ class Scheduler:
             self._limits,
             self._policy.of(request.tenant),
             self._roster.prefill_tokens,
-            self._limits.max_batch_sequences - len(self._running),
+            self._free_slots(),
         )
         if refusal:
             retry_s = self._pace.retry_after_s(self.queued_tokens)
@@ -406,6 +406,12 @@ class Scheduler:
         if step is not self._step:
             raise ValueError("this is not the step that is under way")
         self._step = None
+
+    def _free_slots(self) -> int:
+        """Sequences that the next step could take in; none while a batch that runs to its end is under way."""
+        if self._running and self._limits.mode is not BatchingMode.CONTINUOUS:
+            return 0
+        return self._limits.max_batch_sequences - len(self._running)
 
     def _too_long(self, prompt_tokens: int) -> str:
         capacity = self.capacity

@@ -137,13 +137,25 @@ def test_what_can_never_fit_is_refused_at_the_door(prompt: int, capacity: Capaci
 
 
 def test_a_full_queue_refuses_and_names_the_limit() -> None:
-    drive = a_drive(max_queued_requests=2)
-    drive.submit(a_request("a"), a_request("b"), a_request("c"))
-    assert drive.rejected["c"].reason is RejectReason.QUEUE_FULL
-    assert "max_queued_requests is 2" in drive.rejected["c"].message
+    drive = a_drive(max_queued_requests=2, max_batch_sequences=1)
+    drive.submit(a_request("a"), a_request("b"), a_request("c"), a_request("d"))
+    assert drive.rejected.keys() == {"d"}, "one goes to the free slot, two wait"
+    assert drive.rejected["d"].reason is RejectReason.QUEUE_FULL
+    assert "max_queued_requests is 2" in drive.rejected["d"].message
+
+
+@pytest.mark.parametrize(
+    ("mode", "rejected"), [(BatchingMode.CONTINUOUS, set()), (BatchingMode.STATIC, {"d"})]
+)
+def test_what_a_free_slot_takes_at_the_next_step_is_not_queued(
+    mode: BatchingMode, rejected: set[str]
+) -> None:
+    """Two choices of one request fit an idle engine that queues one; a batch under way has no free slot."""
+    drive = a_drive(max_queued_requests=1, max_batch_sequences=4, mode=mode)
+    drive.submit(a_request("a"), a_request("b"))
     drive.step()
-    drive.submit(a_request("d"))
-    assert "d" in drive.requests
+    drive.submit(a_request("c"), a_request("d"))
+    assert drive.rejected.keys() == rejected
 
 
 def test_a_queue_of_no_requests_takes_what_a_free_slot_takes_at_once() -> None:
