@@ -16,7 +16,8 @@ _TIERS = (256, 4096)
 """How many of the likeliest tokens are looked at before the whole vocabulary is sorted."""
 
 _GROUP = 16
-"""Tokens in a group when only group maxima are looked at first."""
+_WIDE_GROUP = 64
+"""Tokens in a group, where maxima or sums of groups are looked at first."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -120,15 +121,12 @@ def _edit_row(row: torch.Tensor, sequence: Sequence) -> None:
 
 def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:
     """Temperature, then top_k, then top_p of what is left, then min_p; the cut distribution at `uniforms`."""
-    temperature = logits.new_tensor([p.temperature for p in params])
-    scaled = logits / temperature[:, None]
     whole = [row for row, p in enumerate(params) if p.top_k == 0 and p.top_p >= 1.0 and p.min_p <= 0.0]
     cut = [row for row in range(len(params)) if row not in set(whole)]
     tokens = [0] * len(params)
     if whole:
-        for row, token in zip(
-            whole, _draw_whole(_rows(scaled, whole), [uniforms[r] for r in whole]), strict=True
-        ):
+        picks = _draw_whole(_rows(logits, whole), [params[r] for r in whole], [uniforms[r] for r in whole])
+        for row, token in zip(whole, picks, strict=True):
             tokens[row] = token
     vocabulary = logits.shape[1]
     pending = cut
@@ -136,7 +134,7 @@ def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float
         if not pending:
             break
         picks = _draw_cut(
-            _rows(scaled, pending), [params[r] for r in pending], [uniforms[r] for r in pending], tier
+            _rows(logits, pending), [params[r] for r in pending], [uniforms[r] for r in pending], tier
         )
         for row, token in zip(pending, picks, strict=True):
             tokens[row] = token
@@ -144,25 +142,45 @@ def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float
     return tokens
 
 
-def _draw_whole(scaled: torch.Tensor, uniforms: Seq[float]) -> list[int]:
-    """No cut: the distribution in order of token ids needs neither sort nor top-k."""
-    sums = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
+def _masses(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+    """Probabilities up to a factor, the likeliest token's being 1. One new tensor; the rest is in place:
+    fresh memory of this size costs more than the arithmetic."""
+    warmth = logits.new_tensor([1 / p.temperature for p in params])[:, None]
+    mass: torch.Tensor = (logits - logits.amax(dim=-1, keepdim=True)).mul_(warmth).exp_()
+    return mass
+
+
+def _draw_whole(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:
+    """No cut: the distribution in order of token ids needs neither sort nor top-k. First the group, then the
+    token in it."""
+    mass = _masses(logits, params)
+    if rest := -mass.shape[1] % _WIDE_GROUP:
+        mass = torch.nn.functional.pad(mass, (0, rest))
+    groups = mass.view(len(params), -1, _WIDE_GROUP)
+    sums = groups.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = sums.new_tensor(uniforms)[:, None] * sums[:, -1:]
-    picks: list[int] = torch.searchsorted(sums, target, right=True).flatten().tolist()
-    return [min(pick, scaled.shape[1] - 1) for pick in picks]
+    group = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
+    before = torch.where(group > 0, sums.gather(1, (group - 1).clamp(min=0)), 0.0)
+    inside = groups[torch.arange(len(params), device=mass.device), group[:, 0]].double().cumsum(dim=-1)
+    # Rounding may leave the target a hair past the group's last sum: then it is its last token with any mass.
+    last = (inside < inside[:, -1:]).sum(dim=-1, keepdim=True)
+    place = torch.minimum(torch.searchsorted(inside, target - before, right=True), last)
+    picks: list[int] = (group * _WIDE_GROUP + place)[:, 0].tolist()
+    return picks
 
 
 def _draw_cut(
-    scaled: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float], tier: int
+    logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float], tier: int
 ) -> list[int]:
     """Draw among the `tier` likeliest tokens; -1 for a row whose cut does not fall among them."""
-    vocabulary = scaled.shape[1]
-    values, tokens = _largest(scaled, tier)
-    total = torch.logsumexp(scaled, dim=-1, keepdim=True)
-    mass = (values - total).double().exp()
+    vocabulary = logits.shape[1]
+    values, tokens = _largest(logits, tier)
+    total = _masses(logits, params).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    warmth = total.new_tensor([1 / p.temperature for p in params])[:, None]
+    mass = ((values - values[:, :1]) * warmth).exp() / total
     sums = mass.cumsum(dim=-1)
-    rank = torch.arange(tier, device=scaled.device)
-    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=scaled.device)
+    rank = torch.arange(tier, device=logits.device)
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=logits.device)
     # What top_p is a share of: the mass that top_k left.
     last = top_k.clamp(max=tier)[:, None] - 1
     left = torch.where(top_k[:, None] > tier, 1.0, sums.gather(1, last))
@@ -187,11 +205,11 @@ def _rows(tensor: torch.Tensor, rows: Seq[int]) -> torch.Tensor:
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
     """x.argmax(-1) for wide rows, by maxima of groups: torch's own is ten times slower than amax on a CPU."""
-    whole = x.shape[1] - x.shape[1] % _GROUP
-    if whole < 64 * _GROUP:
+    whole = x.shape[1] - x.shape[1] % _WIDE_GROUP
+    if whole < 16 * _WIDE_GROUP:
         return x.argmax(dim=-1)
-    group = x[:, :whole].unflatten(1, (-1, _GROUP)).amax(dim=-1).argmax(dim=-1, keepdim=True)
-    places = group * _GROUP + torch.arange(_GROUP, device=x.device)
+    maxima = x[:, :whole].view(x.shape[0], -1, _WIDE_GROUP).amax(dim=-1)
+    places = maxima.argmax(dim=-1, keepdim=True) * _WIDE_GROUP + torch.arange(_WIDE_GROUP, device=x.device)
     tail = torch.arange(whole, x.shape[1], device=x.device).expand(x.shape[0], -1)
     places = torch.cat([places, tail], dim=1)
     return places.gather(1, x.gather(1, places).argmax(dim=-1, keepdim=True))[:, 0]
@@ -203,8 +221,10 @@ def _largest(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if 2 * k * _GROUP > whole:
         found = torch.topk(x, k, dim=-1)
         return found.values, found.indices
-    groups = torch.topk(x[:, :whole].unflatten(1, (-1, _GROUP)).amax(dim=-1), k, dim=-1).indices
-    places = (groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=x.device)).flatten(1)
+    stride = whole // _GROUP  # a group is every stride-th token: its maximum is a plain maximum of rows
+    maxima = x[:, :whole].view(x.shape[0], _GROUP, stride).amax(dim=1)
+    groups = torch.topk(maxima, k, dim=-1).indices
+    places = (groups[:, :, None] + stride * torch.arange(_GROUP, device=x.device)).flatten(1)
     tail = torch.arange(whole, x.shape[1], device=x.device).expand(x.shape[0], -1)
     places = torch.cat([places, tail], dim=1)
     values, order = torch.topk(x.gather(1, places), k, dim=-1)
