@@ -37,16 +37,23 @@ class News:
     action: str
 
 
-def change_of_limits(changes: Iterable[Change], mode: TuningMode) -> News:
-    """What the tuner did, or would do where it may only recommend."""
-    advice = mode is TuningMode.RECOMMEND
-    return News(
-        topic="limits",
-        type="Normal",
-        reason="LimitsRecommended" if advice else "LimitsChanged",
-        action="Recommend" if advice else "Tune",
-        note="; ".join(f"{c.parameter} {c.old} → {c.new}: {c.why}" for c in changes),
-    )
+def changes_of_limits(changes: Iterable[Change], mode: TuningMode) -> list[News]:
+    """What was done, and apart from it what the tuner would do where it may only recommend."""
+    done, advised = [], []
+    for change in changes:
+        (advised if mode is TuningMode.RECOMMEND and not change.edited else done).append(change)
+    return [
+        News(topic="limits", type="Normal", reason=reason, note=_sentences(part), action=action)
+        for part, reason, action in (
+            (done, "LimitsChanged", "Tune"),
+            (advised, "LimitsRecommended", "Recommend"),
+        )
+        if part
+    ]
+
+
+def _sentences(changes: Iterable[Change]) -> str:
+    return "; ".join(f"{c.parameter} {c.old} → {c.new}: {c.why}" for c in changes)
 
 
 def transitions(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[News]:

@@ -22,7 +22,7 @@ from headway_operator.invalid import invalid_status
 from headway_operator.known import Basis, Known, plain, wanted_limits
 from headway_operator.manifests import Images
 from headway_operator.metrics import Observation, Sample, observe
-from headway_operator.news import News, change_of_limits, transitions
+from headway_operator.news import News, changes_of_limits, transitions
 from headway_operator.owned import OwnedObjects
 from headway_operator.pods import pods_of
 from headway_operator.resource import API_VERSION, KIND, InvalidSpec, Resource, parse
@@ -326,7 +326,8 @@ class Reconciler:
             await self._write_status(body, after)
             known.busy, known.written_s = False, self._clock.monotonic_s()
         news = transitions(before, after)
-        news += [change_of_limits(changes, resource.tuning.mode) for changes in known.untold]
+        for changes in known.untold:
+            news += changes_of_limits(changes, resource.tuning.mode)
         known.untold = ()
         await self._tell(body, known, news)
 

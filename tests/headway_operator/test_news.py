@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway_operator.news import BURST, News, Quota, change_of_limits, transitions
+from headway_operator.news import BURST, News, Quota, changes_of_limits, transitions
 from headway_operator.resource import TuningMode
 from headway_operator.tuner.controller import Change
 
@@ -52,14 +52,29 @@ def test_a_stalled_resource_that_moves_again_says_what_it_was() -> None:
 def test_a_change_of_limits_says_old_new_and_why() -> None:
     """In one note, whatever the number of parameters."""
     changes = (Change("maxBatchTokens", 8192, 512, "ITL binds"), Change("window", 0, 5, "idle"))
-    assert change_of_limits(changes, TuningMode.AUTO) == News(
-        "limits",
-        "Normal",
-        "LimitsChanged",
-        "maxBatchTokens 8192 → 512: ITL binds; window 0 → 5: idle",
-        "Tune",
+    assert changes_of_limits(changes, TuningMode.AUTO) == [
+        News(
+            "limits",
+            "Normal",
+            "LimitsChanged",
+            "maxBatchTokens 8192 → 512: ITL binds; window 0 → 5: idle",
+            "Tune",
+        )
+    ]
+    assert [n.reason for n in changes_of_limits(changes, TuningMode.RECOMMEND)] == ["LimitsRecommended"]
+
+
+def test_an_edit_is_applied_and_never_called_advice() -> None:
+    """Recommend mode: what the user edited is in force, what the tuner found is not."""
+    changes = (
+        Change("maxBatchTokens", 512, 1024, "spec.batching was edited", edited=True),
+        Change("maxQueuedTokens", 900, 400, "TTFT binds"),
     )
-    assert change_of_limits(changes, TuningMode.RECOMMEND).reason == "LimitsRecommended"
+    told = changes_of_limits(changes, TuningMode.RECOMMEND)
+    assert [(n.reason, n.note.split()[0]) for n in told] == [
+        ("LimitsChanged", "maxBatchTokens"),
+        ("LimitsRecommended", "maxQueuedTokens"),
+    ]
 
 
 def test_a_condition_that_flaps_for_ten_minutes_makes_few_events() -> None:

@@ -24,7 +24,13 @@ def adopt(
     values = {name: getattr(base if name in edited else tuned, name) for name in TUNABLES}
     adopted = fit_in(msgspec.structs.replace(base, **values), capacity)
     changes = tuple(
-        Change(TUNABLES[name], getattr(tuned, name), getattr(adopted, name), "spec.batching was edited")
+        Change(
+            TUNABLES[name],
+            getattr(tuned, name),
+            getattr(adopted, name),
+            "spec.batching was edited",
+            edited=True,
+        )
         for name in edited
         if getattr(tuned, name) != getattr(adopted, name)
     )

@@ -48,6 +48,8 @@ class Change:
     old: int
     new: int
     why: str
+    edited: bool = False
+    """The user asked for it in the spec: it is applied in every mode, Recommend included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ LARGEST_GRID = 32
 TTFT_STEP_SHARE = 0.25
 """With no ITL target, the share of the TTFT target that one step may take."""
 QUEUE_SHARE = 0.85
-QUEUE_NEAR = 4.0
-"""Inside this factor of its present value the queue cap is damped; further away it jumps."""
+NEAR = 4.0
+"""Inside this factor of their present values, the caps of queue and sequences are damped; else they jump."""
 SHRINK_MOST, GROW_MOST = 0.4, 1.5
 LEAST_BAD = 1.5
 """Where no setting meets the ITL target, a step may take so many times what one request alone takes:
@@ -169,6 +169,7 @@ def solve(
             min(batching.max_batch_sequences, capacity.max_batch_sequences),
             capacity.max_batch_sequences,
             tokens.value,
+            None if free else start.max_batch_sequences,
         ),
         prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
         max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full, free=free),
@@ -193,6 +194,12 @@ def _trusted(wanted: float, now: int, decode: float) -> float:
     return min(max(wanted, low), high)
 
 
+def _damped(wanted: float, now: float) -> float:
+    """Near its present value a cap goes half of the way (of its logarithm): it is a product of estimates, and
+    on a machine whose speed is noisy it would otherwise swing by factors from tick to tick."""
+    return math.sqrt(wanted * now) if 1 / NEAR < wanted / max(now, 1) < NEAR else wanted
+
+
 def _clamp(value: int, bound: Bound, ceiling: int, name: str) -> Clamped:
     if value > ceiling:
         value, binding = ceiling, f"capacity {ceiling}"
@@ -206,7 +213,13 @@ def _clamp(value: int, bound: Bound, ceiling: int, name: str) -> Clamped:
 
 
 def _sequences(
-    at: Point, allowed_s: float | None, bound: Bound, most: int, ceiling: int, tokens: int
+    at: Point,
+    allowed_s: float | None,
+    bound: Bound,
+    most: int,
+    ceiling: int,
+    tokens: int,
+    now: int | None,
 ) -> Clamped:
     """A safety limit: as many sequences as can decode inside the target, never fewer than decode now.
 
@@ -215,6 +228,8 @@ def _sequences(
     binding = ""
     if at.per_sequence_s > 0 and allowed_s is not None:
         safe = math.floor((allowed_s - at.seconds(SMALLEST_PREFILL / 2, 0)) / at.per_sequence_s)
+        if now is not None:
+            safe = math.floor(_damped(max(safe, 1), now))
         safe = max(safe, math.ceil(at.decode_sequences), 1)
         # Far beyond what was seen the slope is a guess, and a guess must not close the door.
         if safe < most and at.decode_sequences >= safe / 4:
@@ -245,11 +260,7 @@ def _chunk(
 def _queue(
     slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, full: float, *, free: bool
 ) -> Clamped:
-    """Prompt tokens that can be computed inside the TTFT target; without one, as it is.
-
-    Near its present value the cap goes half of the way (of its logarithm): it is a product of estimates, and
-    on a machine whose speed is noisy it would otherwise swing by factors from tick to tick.
-    """
+    """Prompt tokens that can be computed inside the TTFT target; without one, as it is."""
     if slo.ttft is None:
         return Clamped(start.max_queued_tokens)
     prefill = max(full, 1.0)
@@ -258,8 +269,8 @@ def _queue(
     tokens = memory.queue_scale * QUEUE_SHARE * wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
     # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
     least = max(2 * memory.load.prompt_tokens, full)
-    wanted, now = max(tokens, least), max(start.max_queued_tokens, 1)
-    if not free and 1 / QUEUE_NEAR < wanted / now < QUEUE_NEAR:
-        wanted = max(math.sqrt(wanted * now), least)
+    wanted = max(tokens, least)
+    if not free:
+        wanted = max(_damped(wanted, start.max_queued_tokens), least)
     value = on_grid(min(wanted, LARGEST_QUEUE))
     return _clamp(value, bound, LARGEST_QUEUE, "maxQueuedTokens")
