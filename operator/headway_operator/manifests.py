@@ -18,11 +18,15 @@ from headway_operator.resource import API_VERSION, KIND, Resource, RolloutStrate
 Manifest = dict[str, Any]
 
 OWNER_LABEL = "headway.dev/inference-deployment"
+TENANTS_ANNOTATION = "headway.dev/tenants-hash"
+"""On pods: the engine reads its tenants at start, and an edit of a ConfigMap alone would replace no pod."""
 CONTROL_KEY = "key"  # in the Secret NAME-control-key
 CONFIG_FOLDER = "/etc/headway"
+KEYS_FOLDER = "/etc/headway-keys"
 CACHE_FOLDER = "/cache"
 LIMITS_FILE = "limits.json"
 OBJECTIVES_FILE = "objectives.json"
+TENANTS_FILE = "tenants.json"
 
 USER_ID = 65532
 PRE_STOP_S = 5
@@ -55,7 +59,7 @@ def control_key_name(name: str) -> str:
 
 
 def limits_name(name: str) -> str:
-    """ConfigMap with the limits and objectives that a starting engine begins with."""
+    """ConfigMap with the limits, objectives and tenants that a starting engine begins with."""
     return f"{name}-limits"
 
 
@@ -138,6 +142,8 @@ def _limits(resource: Resource, limits: Limits) -> Manifest:
         LIMITS_FILE: msgspec.json.encode(limits).decode(),
         OBJECTIVES_FILE: msgspec.json.encode(resource.slo.objectives()).decode(),
     }
+    if (tenants := resource.tenancy.policy()) is not None:
+        data[TENANTS_FILE] = tenants
     return _object(resource, "v1", "ConfigMap", limits_name(resource.name), data=data)
 
 
@@ -213,8 +219,11 @@ def pod_template(resource: Resource, images: Images) -> dict[str, Any]:
     overlay = resource.pod_template
     # The deployment's own labels win: the selectors hang on them.
     metadata: dict[str, Any] = {"labels": {**overlay.get("labels", {}), **labels(resource.name)}}
-    if overlay.get("annotations"):
-        metadata["annotations"] = dict(overlay["annotations"])
+    annotations = dict(overlay.get("annotations", {}))
+    if (tenants := resource.tenancy.digest()) is not None:
+        annotations[TENANTS_ANNOTATION] = tenants
+    if annotations:
+        metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": _pod(resource, images)}
 
 
@@ -263,6 +272,10 @@ def _volumes(resource: Resource) -> list[dict[str, Any]]:
     ]
     if not _user_cache(resource):
         volumes.append({"name": "headway-cache", "emptyDir": {}})
+    if resource.tenancy.keys_secret:
+        # Not optional: without its keys an engine does not start, and never with an open API.
+        keys = {"secretName": resource.tenancy.keys_secret, "defaultMode": 0o440}
+        volumes.append({"name": "headway-keys", "secret": keys})
     return [*volumes, *resource.pod_template.get("volumes", [])]
 
 
@@ -278,6 +291,8 @@ def _mounts(resource: Resource) -> list[dict[str, Any]]:
     ]
     if not _user_cache(resource):
         mounts.append({"name": "headway-cache", "mountPath": CACHE_FOLDER})
+    if resource.tenancy.keys_secret:
+        mounts.append({"name": "headway-keys", "mountPath": KEYS_FOLDER, "readOnly": True})
     return [*mounts, *resource.pod_template.get("volumeMounts", [])]
 
 
@@ -310,11 +325,17 @@ def _container(resource: Resource, images: Images) -> dict[str, Any]:
 
 
 def _arguments(resource: Resource, table: Engine) -> list[str]:
-    files = ((table.limits_flag, LIMITS_FILE), (table.objectives_flag, OBJECTIVES_FILE))
+    tenancy = resource.tenancy
+    files = (
+        (table.limits_flag, f"{CONFIG_FOLDER}/{LIMITS_FILE}"),
+        (table.objectives_flag, f"{CONFIG_FOLDER}/{OBJECTIVES_FILE}"),
+        (table.tenants_flag if tenancy.policy() else None, f"{CONFIG_FOLDER}/{TENANTS_FILE}"),
+        (table.keys_flag if tenancy.keys_secret else None, KEYS_FOLDER),
+    )
     return [
         *table.arguments(resource),
         *table.required_flags,
-        *(f"{flag}={CONFIG_FOLDER}/{file}" for flag, file in files if flag),
+        *(f"{flag}={path}" for flag, path in files if flag),
         *resource.runtime.extra_args,
     ]
 

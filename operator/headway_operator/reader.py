@@ -64,6 +64,16 @@ class Reader:
     def section(self, key: str) -> "Reader":
         return Reader(self.mapping(key), self._problems, self._at(key))
 
+    def sections(self, key: str) -> "list[Reader]":
+        """The objects in a list."""
+        found = []
+        for index, value in enumerate(self.items(key)):
+            if isinstance(value, Mapping):
+                found.append(Reader(value, self._problems, f"{self._at(key)}[{index}]"))
+            else:
+                self._note(f"{key}[{index}]", "must be an object")
+        return found
+
     def items(self, key: str) -> tuple[Any, ...]:
         value = self.body.get(key)
         if value is None:

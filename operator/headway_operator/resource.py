@@ -15,6 +15,7 @@ from headway_operator.reader import InvalidSpec as InvalidSpec
 from headway_operator.reader import Problem as Problem
 from headway_operator.reader import Reader
 from headway_operator.reader import duration_ms as duration_ms
+from headway_operator.tenancy import Tenancy, read_tenancy
 
 GROUP = "headway.dev"
 VERSION = "v1alpha1"
@@ -208,6 +209,7 @@ class Resource:
     batching: Batching = Batching()
     slo: Slo = Slo()
     tuning: Tuning = Tuning()
+    tenancy: Tenancy = field(default_factory=Tenancy)
     rollout: Rollout = Rollout()
     resources: dict[str, Any] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
@@ -265,6 +267,7 @@ def parse(body: Mapping[str, Any]) -> Resource:
         batching=_batching(spec.section("batching")),
         slo=_slo(spec.section("slo")),
         tuning=_tuning(spec.section("tuning")),
+        tenancy=read_tenancy(spec.section("tenancy")),
         rollout=_rollout(spec.section("rollout")),
         resources=dict(spec.mapping("resources")),
         pod_template=dict(spec.mapping("podTemplate")),

@@ -20,7 +20,8 @@ OWNED_OPTIONS = frozenset(
     for name in (
         "model", "revision", "served-model-name", "max-model-len", "dtype", "host", "port", "management-port",
         "capacity-max-batch-tokens", "capacity-max-batch-sequences", "kv-memory-percent", "kv-block-tokens",
-        "prefix-caching", "no-prefix-caching", "limits-file", "objectives-file", "drain-timeout-s",
+        "prefix-caching", "no-prefix-caching", "limits-file", "objectives-file", "tenants-file",
+        "keys-file", "drain-timeout-s",
     )
 )  # fmt: skip
 OWNED_VARIABLES = frozenset({"POD_IP", "POD_NAME", "HF_TOKEN"})
@@ -68,6 +69,7 @@ def problems(spec: Json) -> Iterator[Problem]:
     yield from _batching_rules(spec)
     yield from _slo_rules(spec)
     yield from _bounds_rules(spec)
+    yield from _tenancy_rules(spec)
     yield from _resources_rules(spec)
     yield from _pod_rules(spec)
 
@@ -137,6 +139,20 @@ def _bounds_rules(spec: Json) -> Iterator[Problem]:
             yield Problem(f"{path}.{key}", f"must be at most batching.capacity.{ceiling}")
 
 
+def _tenancy_rules(spec: Json) -> Iterator[Problem]:
+    tenancy = spec.get("tenancy", {})
+    tenants = tenancy.get("tenants", [])
+    names = [tenant["name"] for tenant in tenants]
+    for index, tenant in enumerate(tenants):
+        path = f"spec.tenancy.tenants[{index}]"
+        if names.index(tenant["name"]) < index:
+            yield Problem(path, "stands twice")
+        if tenant["burstTokens"] and not tenant["tokensPerSecond"]:
+            yield Problem(f"{path}.burstTokens", "has no effect without tokensPerSecond")
+    if tenancy.get("fairness") == "FirstComeFirstServed" and any(t["weight"] != 1 for t in tenants):
+        yield Problem("spec.tenancy.tenants", "a weight has no effect with FirstComeFirstServed")
+
+
 def _quantity(value: int | str) -> Decimal:
     number: Decimal = parse_quantity(value)
     return number
@@ -186,7 +202,7 @@ def _pod_rules(spec: Json) -> Iterator[Problem]:
         if volume["name"].startswith("headway-"):
             yield Problem(f"spec.podTemplate.volumes[{index}].name", "must not start with headway-")
     for index, mount in enumerate(template.get("volumeMounts", [])):
-        if mount["mountPath"] in ("/tmp", "/etc/headway"):
+        if mount["mountPath"] in ("/tmp", "/etc/headway", "/etc/headway-keys"):
             yield Problem(f"spec.podTemplate.volumeMounts[{index}].mountPath", "is used by Headway")
     if any(mount["name"] not in volumes for mount in template.get("volumeMounts", [])):
         yield Problem(

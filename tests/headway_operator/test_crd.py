@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway_operator import resource
+from headway_operator import resource, tenancy
 from headway_operator.resource import Effect, duration_ms, restart_class
 from headway_operator.schema import load_crd, openapi_schema
 
@@ -156,6 +156,7 @@ RENAMED = {
     "kv_cache_block_tokens": "kv_block_tokens",
     "kv_cache_prefix_caching": "prefix_caching",
     "hf_token_secret_ref": "hf_token",
+    "keys_secret_ref": "keys_secret",
 }
 """Fields that the code names otherwise, for a reason: shorter, or as the engine's protocol has them."""
 
@@ -182,6 +183,8 @@ def in_schema(path: str, *, inside: tuple[str, ...] = ()) -> set[str]:
         ("spec.slo", resource.Slo),
         ("spec.tuning", resource.Tuning),
         ("spec.tuning.bounds", resource.Bounds),
+        ("spec.tenancy", tenancy.Tenancy),
+        ("spec.tenancy.tenants[]", tenancy.Tenant),
         ("spec.rollout", resource.Rollout),
     ],
 )
@@ -206,6 +209,7 @@ def test_schema_and_code_have_the_same_sections() -> None:
         ("spec.batching.mode", resource.BatchingMode),
         ("spec.tuning.mode", resource.TuningMode),
         ("spec.tuning.onMetricsLoss", resource.OnMetricsLoss),
+        ("spec.tenancy.fairness", tenancy.Fairness),
         ("spec.rollout.strategy", resource.RolloutStrategy),
     ],
 )

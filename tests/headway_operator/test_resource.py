@@ -23,6 +23,7 @@ from headway_operator.resource import (
     parse,
     restart_class,
 )
+from headway_operator.tenancy import Fairness, Tenancy, Tenant
 from support.resources import a_body, a_resource, a_stored_body, merged, specs
 
 quick = settings(max_examples=40, deadline=None)
@@ -60,6 +61,11 @@ EVERY_FIELD = {
             "maxQueuedTokens": {"min": 1, "max": 2},
         },
         "onMetricsLoss": "Static",
+    },
+    "tenancy": {
+        "fairness": "FirstComeFirstServed",
+        "tenants": [{"name": "gold", "priority": 3}],
+        "keysSecretRef": {"name": "chat-keys"},
     },
     "rollout": {"strategy": "Recreate", "drainTimeout": "90s"},
     "resources": {"limits": {"cpu": "2"}},
@@ -114,6 +120,9 @@ def test_every_field_reaches_its_value() -> None:
     assert r.tuning.bounds.max_batch_sequences == Bound(None, 35)
     assert r.tuning.bounds.prefill_chunk_tokens == Bound(50, None)
     assert r.tuning.bounds.max_queued_tokens == Bound(1, 2)
+    assert r.tenancy == Tenancy(
+        Fairness.FIRST_COME_FIRST_SERVED, (Tenant("gold", priority=3),), keys_secret="chat-keys"
+    )
     assert (r.rollout.strategy, r.rollout.drain_timeout_s) == (RolloutStrategy.RECREATE, 90.0)
     assert r.resources == {"limits": {"cpu": "2"}}
     assert r.pod_template == {"labels": {"team": "a"}}

@@ -89,6 +89,28 @@ def slos() -> st.SearchStrategy[Json]:
     )
 
 
+def tenancies() -> st.SearchStrategy[Json]:
+    """Tenants of every shape, with keys or without."""
+    tenant = st.fixed_dictionaries(
+        {"name": st.from_regex(r"[a-z0-9]([-a-z0-9]{0,9}[a-z0-9])?", fullmatch=True)},
+        optional={
+            "weight": st.integers(1, 1000),
+            "priority": st.integers(-1000, 1000),
+            "maxQueuedRequests": st.integers(0, 1000),
+            "maxQueuedTokens": st.integers(0, 100_000),
+            "tokensPerSecond": st.integers(1, 100_000),
+        },
+    )
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "fairness": st.just("VirtualTokenCounter"),
+            "tenants": st.lists(tenant, max_size=5, unique_by=lambda tenant: tenant["name"]),
+            "keysSecretRef": st.just({"name": "chat-keys"}),
+        },
+    )
+
+
 @st.composite
 def specs(draw: st.DrawFn) -> Json:
     """Valid specs of every shape."""
@@ -140,6 +162,8 @@ def specs(draw: st.DrawFn) -> Json:
         spec["resources"] = {
             "limits": draw(st.sampled_from([{"cpu": "500m"}, {"cpu": 2}, {"nvidia.com/gpu": "1"}]))
         }
+    if draw(st.booleans()):
+        spec["tenancy"] = draw(tenancies())
     if draw(st.booleans()):
         spec["runtime"] = {"extraArgs": ["--log-level=debug"], "env": [{"name": "HF_HOME", "value": "/x"}]}
     return spec

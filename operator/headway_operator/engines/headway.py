@@ -67,6 +67,8 @@ HEADWAY = Engine(
     required_flags=(),
     limits_flag="--limits-file",
     objectives_flag="--objectives-file",
+    tenants_flag="--tenants-file",
+    keys_flag="--keys-file",
     signals={
         Signal.TTFT: Metric.TTFT,
         Signal.ITL: Metric.ITL,

@@ -96,6 +96,8 @@ class Engine:
     required_flags: tuple[str, ...]  # options of Headway's own, always present
     limits_flag: str | None  # option that names the file of live limits to start with
     objectives_flag: str | None
+    tenants_flag: str | None = None  # option that names the file of tenants; read at start
+    keys_flag: str | None = None  # option that names the folder of API keys; followed while it runs
     signals: Mapping[Signal, str]  # a signal that is absent cannot be measured here
     public_port: int
     management_port: int
