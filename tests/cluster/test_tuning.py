@@ -1,19 +1,37 @@
 """The closed loop on a real control plane: traffic, a broken promise, a limit moved live, the reason told."""
 
 import asyncio
+from random import Random
 
 import pytest
 
 from cluster.controller import Controller
 from cluster.node import Node
 from cluster.plane import Plane
-from cluster.served import Served, small, stream
+from cluster.served import Served, small
+from headway_cli import openloop, traces
+from headway_cli.client import Api, Ending, Endpoint
 from support.eventually import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FAR_TOO_LARGE = 2048
+LONGEST_PROMPT, LONGEST_OUTPUT = 2000, 60
+REQUESTS_PER_S = 2.0
 MODEL = "random://llama?hidden=256&layers=4&heads=4&kv_heads=2&vocab=512&context=4096&seed=3"
+
+
+def azure(duration_s: float) -> list[openloop.Planned]:
+    """The Azure conversation trace as it ships, thinned to this model; its tokens are bytes."""
+    chance = Random(5)
+    trace = traces.shipped()
+    thinned = traces.scaled(trace, REQUESTS_PER_S / traces.requests_per_second(trace), chance)
+    stretch = traces.fitted(traces.window(thinned, 0, duration_s), LONGEST_PROMPT, LONGEST_OUTPUT)
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    return [
+        openloop.Planned(a.at_s, "".join(chance.choices(letters, k=a.prompt_tokens)), a.output_tokens)
+        for a in stretch.arrivals
+    ]
 
 
 async def test_a_far_too_large_token_budget_is_cut_live_and_status_event_and_engine_agree(
@@ -34,19 +52,13 @@ async def test_a_far_too_large_token_budget_is_cut_live_and_status_event_and_eng
     chat = Served(plane, node, namespace, body).wait_ready()
     [pod] = chat.pods()
     done = asyncio.Event()
-    outcomes: list[tuple[int, str | None]] = []
-
-    async def keep_asking() -> None:
-        async with chat.client() as client:
-            while not done.is_set():
-                outcomes.append(await stream(client, "chat", 40, prompt="all work and no play " * 80))
+    endpoint = Endpoint(chat.url().removesuffix("/v1"), "chat", Api.COMPLETIONS)
 
     async def cut() -> bool:
         return await chat.limit(pod, "max_batch_tokens") < FAR_TOO_LARGE
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(4):
-            group.create_task(keep_asking())
+        traffic = group.create_task(openloop.replay(azure(300), endpoint, stop=done))
         try:
             await eventually(cut, timeout_s=200, every_s=1, what="a smaller budget in force")
         finally:
@@ -65,7 +77,9 @@ async def test_a_far_too_large_token_budget_is_cut_live_and_status_event_and_eng
         return told and same_generation and parameters["maxBatchTokens"].get("applied") == in_force
 
     await eventually(agreed, timeout_s=60, every_s=0.5, what="one value everywhere")
-    assert set(outcomes) == {(40, "length")}, "no request may fail or be cut"
+    answers = [record.answer for record in traffic.result()]
+    assert answers
+    assert {a.ending for a in answers} == {Ending.FINISHED}, "no request may fail"
     [same] = chat.pods()
     assert same["metadata"]["uid"] == pod["metadata"]["uid"]
     assert same["status"]["containerStatuses"][0]["restartCount"] == 0
