@@ -82,6 +82,14 @@ async def mounts_work() -> bool:
     return await process.wait() == 0
 
 
+_COMMAND_LINE = ("command", "args")
+
+
+def _machine_paths() -> list[str]:
+    """Where this interpreter and its packages are, on this machine."""
+    return [sys.prefix, sys.base_prefix, sys.executable, *(path for path in sys.path if path.startswith("/"))]
+
+
 def rewrite(word: str, mounts: Sequence[Mount]) -> str:
     """`word` with a mount path at its start (or after `=`) replaced by the folder behind it.
 
@@ -129,6 +137,7 @@ class PodProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._env: dict[str, str] = {}
         self._mounts: list[Mount] = []
+        self._base: Mapping[str, str] = {}
 
     # What others may ask.
 
@@ -261,25 +270,31 @@ class PodProcess:
             probes.parse(container.get(kind), container, self.pod_ip)  # raises now what would raise later
         self._set(sandbox=True)
         base = {**options.base_env, **options.images.env(container["image"], self.pod_ip)}
+        self._base = base
         env = await environment.resolve(
             container, self.pod, self._source, pod_ip=self.pod_ip, host_ip=options.host_ip, base=base
         )
-        argv = [environment.expand(word, env) for word in options.images.argv(container, self.pod_ip)]
-        if not options.bind_mounts:
-            env = {key: rewrite(value, self._mounts) for key, value in env.items()}
-            argv = [rewrite(word, self._mounts) for word in argv]
+        moved = self._moved_mounts(base)
+        # Only what the pod itself says is about its mounts; the interpreter's own paths are the machine's.
+        env = {key: value if base.get(key) == value else rewrite(value, moved) for key, value in env.items()}
+        words = {part: [rewrite(word, moved) for word in container.get(part) or ()] for part in _COMMAND_LINE}
+        argv = options.images.argv({**container, **words}, self.pod_ip)
         self._env = env
-        return argv
+        return [environment.expand(word, env) for word in argv]
+
+    def _moved_mounts(self, base: Mapping[str, str]) -> list[Mount]:
+        """Mounts that are not at their paths: all where mounting is not allowed, and always those that
+        would hide the interpreter or the packages that the process runs from (a work tree in /tmp)."""
+        if not self._options.bind_mounts:
+            return list(self._mounts)
+        needed = [*_machine_paths(), *(value for value in base.values() if value.startswith("/"))]
+        return [m for m in self._mounts if any(path.startswith(m.path + "/") for path in needed)]
 
     async def _spawn(self, argv: list[str], output: int) -> asyncio.subprocess.Process:
         working_dir = self.pod["spec"]["containers"][0].get("workingDir") or "/"
-        mounts = [[str(m.source.absolute()), m.path, m.read_only] for m in self._mounts]
-        spec = {
-            "argv": argv,
-            "cwd": working_dir,
-            "parent": os.getpid(),
-            "mounts": mounts if self._options.bind_mounts else [],
-        }
+        moved = self._moved_mounts(self._base)
+        mounts = [[str(m.source.absolute()), m.path, m.read_only] for m in self._mounts if m not in moved]
+        spec = {"argv": argv, "cwd": working_dir, "parent": os.getpid(), "mounts": mounts}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", _LAUNCHER, json.dumps(spec),
             env=self._env,
@@ -422,12 +437,10 @@ class PodProcess:
 
     async def _exec(self, command: list[str], timeout_s: float) -> tuple[int, str]:
         """Run a command beside the container, with its mounts and environment."""
-        argv = [
-            self._options.images.python if command[0] in ("python", "python3") else command[0],
-            *command[1:],
-        ]
-        if not self._options.bind_mounts:
-            argv = [rewrite(word, self._mounts) for word in argv]
+        moved = self._moved_mounts(self._base)
+        argv = [rewrite(word, moved) for word in command]
+        if command[0] in ("python", "python3"):
+            argv[0] = self._options.images.python
         process = await self._spawn(argv, asyncio.subprocess.PIPE)
         try:
             async with asyncio.timeout(timeout_s):

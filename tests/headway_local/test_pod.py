@@ -137,6 +137,28 @@ async def test_volumes_are_seen_at_their_mount_paths_and_leave_no_trace_on_the_m
     assert not Path("/hwtest-scratch").exists()
 
 
+@pytest.mark.parametrize("bind_mounts", [False, True])
+async def test_a_mount_never_hides_the_interpreter_and_its_packages(
+    tmp_path: Path, bind_mounts: bool
+) -> None:
+    """A work tree below /tmp, and a pod with a volume at /tmp: the program runs, its arguments are moved."""
+    if bind_mounts and not await mounts_work():
+        pytest.skip("this user may not make mount namespaces")
+    above = str(Path(sys.prefix).parent)
+    code = "import msgspec, os, sys; print(os.environ['BESIDE']); print(sys.argv[1])"
+    spec = python_pod(
+        code,
+        argument=f"--scratch={above}/x",
+        restartPolicy="Never",
+        volumes=[{"name": "scratch", "emptyDir": {}}],
+        volumeMounts=[{"name": "scratch", "mountPath": above}],
+        env=[{"name": "BESIDE", "value": above + "x"}],
+    )
+    async with Started(spec, tmp_path, Objects(), bind_mounts=bind_mounts) as pod:
+        await pod.wait_for(lambda facts: facts.phase.final, WAIT_S)
+    assert pod.log_tail() == f"{above}x\n--scratch={pod.folder / 'volumes' / 'scratch' / 'x'}"
+
+
 async def test_without_mounts_paths_in_arguments_and_environment_lead_to_the_volume(tmp_path: Path) -> None:
     code = "import os, sys; print(open(sys.argv[1].split('=')[1]).read(), open(os.environ['F']).read())"
     objects = Objects(config_maps={"c": {"a": "one"}})
