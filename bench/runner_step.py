@@ -75,7 +75,9 @@ def sequence(number: int, tokens: int, vocabulary: int) -> Sequence:
 def steps(vocabulary: int, prefix: str) -> tuple[list[Step], dict[str, Step]]:
     """Steps that fill the cache, and the step of each case whose name begins with `prefix`."""
     cases = [case for case in CASES if case.name.startswith(prefix)]
-    resident = [sequence(i, CONTEXT, vocabulary) for i in range(max(case.decodes for case in cases))]
+    resident = [sequence(i, CONTEXT - 1, vocabulary) for i in range(max(case.decodes for case in cases))]
+    for s in resident:
+        s.tokens.append(300)  # one token of output, so that the next step is a decode
     fill = [Step((Chunk(s, 0, CONTEXT - 1, samples=False),)) for s in resident]
     newcomer = sequence(64, 512, vocabulary)
     decode = [Chunk(s, CONTEXT - 1, 1, samples=True) for s in resident]
