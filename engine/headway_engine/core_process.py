@@ -20,11 +20,20 @@ import msgspec
 from headway_engine import channel, config, logs
 from headway_engine.limits import clamp, differences
 from headway_engine.loop import Loop, Run, Scheduler
-from headway_engine.messages import Command, Died, Loading, Ready
+from headway_engine.messages import Command, Died, Loading, Ready, Submit
 from headway_engine.protocol import Capacity, Limits, check_limits
+from headway_engine.sequence import Request
 from headway_engine.tenants import TenantPolicy
 
 log = logging.getLogger("headway.core")
+
+
+Prepare = Callable[[Request], None]
+"""What can be done for a request ahead of its first step, in the thread that receives it."""
+
+
+def _nothing_ahead(_: Request) -> None:
+    """For runners that need no preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class Core:
     scheduler: Scheduler
     run: Run
     ready: Ready
+    prepare: Prepare = _nothing_ahead
 
 
 Load = Callable[[Callable[[str], None]], Core]
@@ -44,9 +54,11 @@ def serve(sock: socket.socket, load: Load) -> int:
     """Load, then turn until told to stop; the exit status. Commands that come before Ready wait."""
     end = channel.CoreEnd(sock)
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(end, inbox), name="inbox", daemon=True).start()
+    prepare: list[Prepare] = []  # filled with one when there is a model; nothing is submitted before
+    threading.Thread(target=_receive, args=(end, inbox, prepare), name="inbox", daemon=True).start()
     try:
         core = load(lambda what: end.send(Loading(what)))
+        prepare.append(core.prepare)
         end.send(core.ready)
         Loop(core.scheduler, core.run, end.send, limits=core.ready.limits, inbox=inbox).run()
     except channel.ChannelClosed:
@@ -58,10 +70,14 @@ def serve(sock: socket.socket, load: Load) -> int:
     return 0
 
 
-def _receive(end: channel.CoreEnd, inbox: "queue.SimpleQueue[Command]") -> None:
+def _receive(end: channel.CoreEnd, inbox: "queue.SimpleQueue[Command]", prepare: list[Prepare]) -> None:
     try:
         while True:
-            inbox.put(end.receive())
+            command = end.receive()
+            if isinstance(command, Submit):
+                for ahead in prepare:
+                    ahead(command.request)
+            inbox.put(command)
     except channel.ChannelClosed:
         # The front end is gone and nobody reads any more: do not finish loading, or the step.
         os._exit(0)
@@ -119,7 +135,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     scheduler = Scheduler(
         capacity, limits, prefix_caching=settings.prefix_caching, tenants=tenant_policy(settings)
     )
-    return Core(scheduler, built.run, ready)
+    return Core(scheduler, built.run, ready, built.prepare)
 
 
 def tenant_policy(settings: config.EngineConfig) -> TenantPolicy:

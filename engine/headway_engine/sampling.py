@@ -3,13 +3,14 @@
 A draw is the inverse of the cumulative distribution at a number made by hashing (seed, output position), so
 it does not depend on what else is in the batch. Where the distribution is cut, a few hundred of the likeliest
 tokens are nearly always enough, and a full sort is the rare way out. Log-probabilities are those of the model
-itself, before penalties, bias and temperature. Knows nothing of keys, values and layers.
+itself, before grammars, penalties, bias and temperature. Knows nothing of keys, values and layers.
 """
 
 from collections.abc import Sequence as Seq
 
 import torch
 
+from headway_engine.grammar import Allowed
 from headway_engine.sequence import SampledToken, SamplingParams, Sequence, TokenLogprob
 
 _TIERS = (256, 4096)
@@ -30,8 +31,13 @@ class NotFinite(ArithmeticError):
         self.ids = ids
 
 
-def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
-    """The next token of each sequence, from logits [len(sequences), vocabulary]. Raises NotFinite."""
+def sample(
+    logits: torch.Tensor, sequences: Seq[Sequence], allowed: Allowed | None = None
+) -> list[SampledToken]:
+    """The next token of each sequence, from logits [len(sequences), vocabulary]. Raises NotFinite.
+
+    `allowed` says what the rows with a grammar may choose from.
+    """
     if not sequences:
         return []
     logits = logits.float()
@@ -42,7 +48,7 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]
         raise NotFinite(tuple(sequences[row].id for row in bad))
     asked = [row for row, p in enumerate(params) if p.logprobs >= 0]
     own = logits[asked].clone() if asked else logits[:0]
-    edited = _edit(logits, sequences)
+    edited = _edit(logits, sequences, allowed)
     tokens = [0] * len(sequences)
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     greedy = [row for row, p in enumerate(params) if p.temperature <= 0]
@@ -75,14 +81,18 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _edit(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    """Penalties, bias and the ban of stop tokens; only rows that ask for one are touched, in a copy."""
-    rows = [row for row, s in enumerate(sequences) if _edits(s)]
+def _edit(logits: torch.Tensor, sequences: Seq[Sequence], allowed: Allowed | None) -> torch.Tensor:
+    """Penalties, bias, grammars and the ban of stop tokens; only rows that ask for one are touched, in a
+    copy."""
+    masks: dict[int, torch.Tensor] = {}
+    if allowed is not None:
+        masks = dict(zip(allowed.rows, torch.from_numpy(allowed.mask).to(logits.device), strict=True))
+    rows = [row for row, s in enumerate(sequences) if row in masks or _edits(s)]
     if not rows:
         return logits
     edited = logits.clone()
     for row in rows:
-        _edit_row(edited[row], sequences[row])
+        _edit_row(edited[row], sequences[row], masks.get(row))
     return edited
 
 
@@ -97,7 +107,7 @@ def _edits(sequence: Sequence) -> bool:
     )
 
 
-def _edit_row(row: torch.Tensor, sequence: Sequence) -> None:
+def _edit_row(row: torch.Tensor, sequence: Sequence, mask: torch.Tensor | None) -> None:
     """In place. Writing the same value twice is harmless, so repeated tokens need no counting where a
     penalty does not count them."""
     p = sequence.request.sampling
@@ -115,8 +125,13 @@ def _edit_row(row: torch.Tensor, sequence: Sequence) -> None:
     if p.logit_bias:
         index = torch.tensor([token for token, _ in p.logit_bias], device=row.device)
         row.index_add_(0, index, row.new_tensor([bias for _, bias in p.logit_bias]))
+    if mask is not None:
+        row.masked_fill_(~mask, -torch.inf)
     if p.stop_token_ids and sequence.output_len < p.min_tokens:
-        row[torch.tensor(p.stop_token_ids, device=row.device)] = -torch.inf
+        stops = torch.tensor(p.stop_token_ids, device=row.device)
+        # Where a grammar has come to its end, only the end is left, however short the output is.
+        if mask is None or bool(torch.isfinite(row.index_fill(0, stops, -torch.inf)).any()):
+            row[stops] = -torch.inf
 
 
 def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:

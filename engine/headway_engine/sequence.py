@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also the n likeliest
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; empty with ignore_eos
+    grammar: str = ""  # what the output must obey, see `grammar`; empty: nothing
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class RejectReason(StrEnum):
     DRAINING = "draining"  # 503
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request on its way: its tokens so far and how many of them have keys and values in the cache.
 
@@ -88,7 +89,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     order: int = 0  # place in the order of admission to the queue; never changes
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as needed
+    # Of the full blocks of `tokens`, as far as needed.
+    block_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def id(self) -> RequestId:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
+from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import NotFinite, sample
@@ -44,6 +45,10 @@ class Runner(Protocol):
         """The sampled token of every chunk with `samples`, by sequence id. Raises StepError."""
         ...
 
+    def prepare(self, request: Request) -> None:
+        """Do what can be done for a request ahead of its first step; from any thread."""
+        ...
+
 
 class StepRunner:
     """A runner but for its forward pass: subclasses give `name` and `_forward`."""
@@ -60,6 +65,14 @@ class StepRunner:
             model.dtype,
             model.device,
         )
+        self._grammars: Grammars | None = None
+        if model.tokenizer_dir is not None and model.eos_token_ids:
+            self._grammars = Grammars.of_model(model.tokenizer_dir, model.eos_token_ids)
+
+    def prepare(self, request: Request) -> None:
+        """See Runner: compiles its grammar."""
+        if self._grammars is not None and request.sampling.grammar:
+            self._grammars.prepare(request.sampling.grammar)
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Logits [sampling chunks, vocabulary], in row order. Inference mode is on."""
@@ -71,7 +84,9 @@ class StepRunner:
         try:
             with torch.inference_mode():
                 logits = self._forward(chunks)
-                return sample_rows(logits, chunks)
+                return sample_rows(logits, chunks, self._grammars)
+        except GrammarFailed as error:
+            raise StepError(f"the grammar cannot be followed: {error}", sequence_ids=error.ids) from error
         except NotFinite as error:
             culprits = [c for c in chunks if c.samples and c.sequence.id in error.ids]
             with torch.inference_mode():
@@ -165,7 +180,11 @@ def in_row_order(step: Step) -> list[Chunk]:
     return sorted(step.chunks, key=lambda chunk: chunk.length > 1)
 
 
-def sample_rows(logits: torch.Tensor, chunks: list[Chunk]) -> dict[str, SampledToken]:
+def sample_rows(
+    logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | None = None
+) -> dict[str, SampledToken]:
     """Sample the chunks that ask for it; `logits` has one row for each, in order."""
     sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-    return dict(zip((s.id for s in sequences), sample(logits, sequences), strict=True))
+    # A device may still be computing the logits while the masks are made.
+    allowed = grammars.allowed(sequences, logits.shape[1]) if grammars else None
+    return dict(zip((s.id for s in sequences), sample(logits, sequences, allowed), strict=True))
