@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headway_engine.generation import Delta, TokenInfo, Usage
+from headway_engine.tool_calls import CallPart, joined
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -111,7 +112,9 @@ def chunk(head: Head, delta: Delta, *, usage: Usage | None, usage_field: bool) -
     if head.kind is Kind.CHAT:
         said: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if delta.text or delta.first:
-            said["content"] = delta.text
+            said["content"] = delta.text or (None if delta.calls else "")
+        if delta.calls:
+            said["tool_calls"] = [_call_delta(part) for part in joined(delta.calls)]
         choice: dict[str, Any] = {"index": delta.index, "delta": said}
         choice["logprobs"] = _chat_logprobs(delta.logprobs) if delta.logprobs else None
         kind = "chat.completion.chunk"
@@ -151,7 +154,11 @@ def answer(head: Head, choices: Sequence[Delta], usage: Usage, *, logprobs: bool
     for c in choices:
         choice: dict[str, Any] = {"index": c.index}
         if head.kind is Kind.CHAT:
-            choice["message"] = {"role": "assistant", "content": c.text, "refusal": None}
+            calls = [_call(part) for part in joined(c.calls)]
+            content = None if calls and not c.text else c.text
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                choice["message"]["tool_calls"] = calls
             choice["logprobs"] = _chat_logprobs(c.logprobs) if logprobs else None
         else:
             choice["text"] = c.text
@@ -160,6 +167,18 @@ def answer(head: Head, choices: Sequence[Delta], usage: Usage, *, logprobs: bool
         out.append(choice)
     kind = "chat.completion" if head.kind is Kind.CHAT else "text_completion"
     return msgspec.json.encode({**_object(head, kind, out), "usage": usage_object(usage)})
+
+
+def _call(part: CallPart) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": part.id, "type": "function", "function": function}
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """Id and name once, arguments as they come: clients add strings up, and stumble over nulls."""
+    if part.id:
+        return {"index": part.index, **_call(part)}
+    return {"index": part.index, "function": {"arguments": part.arguments}}
 
 
 def _object(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

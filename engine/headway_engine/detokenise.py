@@ -90,7 +90,7 @@ class StopMatcher:
             at, self.matched = min(hits, key=lambda hit: (hit[0], len(hit[1])))
             out, self._held = self._held[:at], ""
             return out
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        keep = max(overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         out, self._held = self._held[:cut], self._held[cut:]
         return out
@@ -101,7 +101,7 @@ class StopMatcher:
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

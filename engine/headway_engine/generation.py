@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from headway_engine.detokenise import Decode, Detokeniser, StopMatcher
 from headway_engine.sequence import Event, Finished, FinishReason, Started, TokenOut
+from headway_engine.tool_calls import CallPart, ToolCallReader
+
+TOOL_CALLS = "tool_calls"
+"""The finish reason of an answer that ended with whole calls."""
 
 Piece = Callable[[int], tuple[str, bytes]]
 """One token as text and as bytes."""
@@ -33,6 +37,7 @@ class Delta:
     logprobs: tuple[TokenInfo, ...]
     finish_reason: str | None
     first: bool
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class Choice:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     echo: str = ""
+    calls: ToolCallReader | None = None  # where the text may hold tool calls
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
@@ -69,6 +75,7 @@ class Choice:
     _known_chars: int = field(init=False, default=0)  # the same with what the stop matcher holds back
     _logprobs: list[TokenInfo] = field(init=False, default_factory=list)
     _sent_first: bool = field(init=False, default=False)
+    _sent_last: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._detokeniser = Detokeniser(self.decode, self.prompt)
@@ -96,16 +103,32 @@ class Choice:
                 self.failure = event
 
     def take(self) -> Delta | None:
-        """What is new and may be sent; None when that is nothing."""
-        text = "".join(self._ready)
+        """What is new and may be sent; None when that is nothing, as after the delta that ends it."""
+        if self._sent_last:
+            return None
+        text, calls = self._read("".join(self._ready))
         self._ready.clear()
         shown = [t for t in self._logprobs if self.done or t.offset < self._ready_chars or not self.stops]
-        if not text and not shown and self.finish_reason is None:
+        if not text and not calls and not shown and self.finish_reason is None:
             return None
         self._logprobs = self._logprobs[len(shown) :]
-        delta = Delta(self.index, text, tuple(shown), self.finish_reason, first=not self._sent_first)
+        reason = self.finish_reason
+        if reason == FinishReason.STOP and self.calls is not None and self.calls.whole:
+            reason = TOOL_CALLS  # and not when the answer was cut: a client must not run half a call
+        delta = Delta(self.index, text, tuple(shown), reason, first=not self._sent_first, calls=calls)
         self._sent_first = True
+        self._sent_last = self.finish_reason is not None
         return delta
+
+    def _read(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
+        """New text, and what it holds of tool calls."""
+        if self.calls is None:
+            return text, ()
+        text, calls = self.calls.push(text)
+        if not self.done:
+            return text, calls
+        rest, more = self.calls.flush()
+        return text + rest, calls + more
 
     def _push_token(self, event: TokenOut) -> None:
         self.completion_tokens += 1

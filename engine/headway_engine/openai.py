@@ -15,6 +15,8 @@ from msgspec import Meta
 
 from headway_engine.answers import Kind, bad_request
 from headway_engine.sequence import SamplingParams
+from headway_engine.structured import ResponseFormat, response_grammar
+from headway_engine.tools import Tool, ToolChoice, Tools, understood
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -60,6 +62,7 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     # Taken and without effect, because they ask for nothing that an engine does.
     user: str | None = None
@@ -100,9 +103,8 @@ class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -137,6 +139,8 @@ class Call:
     kind: Kind
     model: str
     sampling: SamplingParams  # max_tokens as asked for (0: not said); no end-of-sequence ids yet
+    grammar_field: str = ""  # what asked for the grammar of `sampling`
+    tools: Tools | None = None
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     template_values: dict[str, Any]
@@ -204,13 +208,9 @@ def parse_completion(body: bytes) -> Call:
 def parse_chat(body: bytes) -> Call:
     """/v1/chat/completions. Raises ApiError."""
     b = decode(body, ChatBody)
-    if b.response_format is not None and b.response_format.get("type") != "text":
-        raise bad_request('response_format: only {"type": "text"} is supported', "response_format")
-    for name in ("tools", "functions"):
-        if getattr(b, name):
-            raise bad_request(f"{name} are not supported", name)
-    if b.tool_choice not in (None, "none", "auto") or b.function_call not in (None, "none", "auto"):
-        raise bad_request("tool_choice needs tools, which are not supported", "tool_choice")
+    if b.functions or b.function_call not in (None, "none", "auto"):
+        raise bad_request("functions are not supported; use tools", "functions")
+    offered = understood(b.tools or (), b.tool_choice, b.parallel_tool_calls)
     if b.modalities not in (None, ["text"]):
         raise bad_request('modalities: only ["text"] is supported', "modalities")
     if b.top_logprobs and not b.logprobs:
@@ -222,6 +222,7 @@ def parse_chat(body: bytes) -> Call:
         logprobs=(b.top_logprobs or 0) if b.logprobs else -1,
         messages=plain_messages(b.messages),
         template_values=b.chat_template_kwargs or {},
+        offered=offered,
         max_tokens_field="max_completion_tokens" if b.max_completion_tokens else "max_tokens",
     )
 
@@ -235,6 +236,7 @@ def _call(
     prompts: tuple[Prompt, ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
     template_values: dict[str, Any] | None = None,
+    offered: Tools | None = None,
     max_tokens_field: str = "max_tokens",
     echo: bool = False,
 ) -> Call:
@@ -244,6 +246,7 @@ def _call(
     min_tokens = b.min_tokens or 0
     if max_tokens and min_tokens > max_tokens:
         raise bad_request(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", "min_tokens")
+    grammar, grammar_field = _grammar(b, offered)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -258,11 +261,14 @@ def _call(
         logit_bias=_logit_bias(b.logit_bias or {}),
         logprobs=logprobs,
         stop_token_ids=tuple(b.stop_token_ids or ()),
+        grammar=grammar,
     )
     return Call(
         kind=kind,
         model=b.model,
         sampling=sampling,
+        grammar_field=grammar_field,
+        tools=offered,
         prompts=prompts,
         messages=messages,
         template_values=template_values or {},
@@ -277,6 +283,23 @@ def _call(
         echo=echo,
         priority=b.priority or 0,
     )
+
+
+def _grammar(b: _Common, offered: Tools | None) -> tuple[str, str]:
+    """What the output must obey, and the field that says so."""
+    grammar = response_grammar(b.response_format)
+    if grammar and offered:
+        raise bad_request(
+            'response_format together with tools is not supported, unless tool_choice is "none"',
+            "response_format",
+        )
+    field = "response_format" if grammar else "tools"
+    grammar = grammar or (offered.grammar if offered else "")
+    if not grammar:
+        return "", ""
+    if b.ignore_eos:
+        raise bad_request(f"ignore_eos: an output under {field} ends where it is complete", "ignore_eos")
+    return grammar, field
 
 
 def _or(value: float | None, default: float) -> float:
@@ -330,7 +353,7 @@ def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
             "role": m.role,
             "content": _content(m.content, i) if m.content is not None else None,
             "name": m.name,
-            "tool_calls": m.tool_calls,
+            "tool_calls": [_tool_call(call) for call in m.tool_calls] if m.tool_calls else None,
             "tool_call_id": m.tool_call_id,
             "reasoning_content": m.reasoning_content,
         }
@@ -348,6 +371,18 @@ def _content(content: str | list[dict[str, Any]], index: int) -> str:
             raise bad_request(f"messages[{index}].content: only parts of type text are supported", "messages")
         texts.append(text)
     return "".join(texts)
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """An earlier call, its arguments as an object: the API has them as text, chat templates do not."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}", type=dict)
+    except (msgspec.DecodeError, RecursionError):
+        return call  # what a model wrote need not be JSON
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def seed_of(call: Call, index: int) -> int:

@@ -7,12 +7,13 @@ sockets and of the core.
 import asyncio
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from headway_engine import openai
+from headway_engine import grammar, openai
 from headway_engine.answers import ApiError, bad_request
 from headway_engine.generation import Choice
 from headway_engine.messages import Ready
@@ -20,9 +21,18 @@ from headway_engine.openai import Call
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Request
 from headway_engine.text import TextError, Tokeniser
+from headway_engine.tool_calls import ToolCallReader
+from headway_engine.tools import told
 
 INLINE_PROMPT_CHARS = 2_000
 """Longer prompts are tokenised in a thread: other requests' tokens go out meanwhile."""
+
+GRAMMAR_CHECK_S = 10.0
+"""How long a grammar may wait to be checked, and take. The limits of size come first: this one is for what
+they do not foresee."""
+
+_checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+"""Apart from the threads that tokenise, so that costly grammars hold up nothing but each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,13 @@ class Serving:
 
 
 async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
-    """Token ids of each prompt; 400 for one that is empty, over-long or not of this model."""
+    """Token ids of each prompt; 400 for one that is empty, over-long or not of this model, and for a grammar
+    that cannot be followed."""
     tokeniser = serving.tokeniser
     limit = serving.ready.capacity.max_model_tokens - 1  # room for one token of output
+    await check_grammar(call, serving)
     if call.messages:
-        text = render(tokeniser, call.messages, add_generation_prompt=True, **call.template_values)
+        text = render_call(call, tokeniser)
         ids = await encode_text(tokeniser, tokeniser.encode_chat, text, limit, "messages")
         return [checked(ids, limit, serving.vocab_size, "messages")]
     prompts = []
@@ -55,6 +67,43 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
             ids = list(prompt)
         prompts.append(checked(ids, limit, serving.vocab_size, "prompt"))
     return prompts
+
+
+async def check_grammar(call: Call, serving: Serving) -> None:
+    """400 that names the field when the call's grammar is wrong, or too much."""
+    text, field = call.sampling.grammar, call.grammar_field
+    if not text:
+        return
+    if not serving.ready.stop_token_ids:
+        raise bad_request(f"{field}: this model has no token that ends a text", field)
+    checking = _checkers.submit(grammar.check, text)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(checking), GRAMMAR_CHECK_S)
+    except grammar.GrammarError as error:
+        raise bad_request(f"{field}: {error}", field, "invalid_schema") from error
+    except TimeoutError:
+        if checking.cancelled():  # it never was its turn
+            raise ApiError(
+                503, f"too many requests with {field} at once", code="busy", retry_after_s=GRAMMAR_CHECK_S
+            ) from None
+        raise bad_request(f"{field}: it takes too long to compile", field, "invalid_schema") from None
+
+
+def render_call(call: Call, tokeniser: Tokeniser) -> str:
+    """The prompt of a chat, with its tools told as the model knows it, or in words."""
+    messages, tools = call.messages, call.tools
+    functions = tools.functions if tools else ()
+    if tools and not tools.forced and not tokeniser.tags_tool_calls:
+        raise bad_request(
+            "tools: the chat template of this model has no tool calls that are understood here, so it cannot "
+            'be left to the model (tool_choice "auto"); use tool_choice "required", or name a function',
+            "tools",
+        )
+    if not tokeniser.knows_tools and (functions or any(m["tool_calls"] for m in messages)):
+        messages, functions = told(messages, functions), ()
+    return render(
+        tokeniser, messages, add_generation_prompt=True, tools=functions or None, **call.template_values
+    )
 
 
 def render(tokeniser: Tokeniser, messages: Any, **values: Any) -> str:
@@ -147,6 +196,13 @@ def build(
                     stop_token_ids=ends,
                     min_tokens=sampling.min_tokens,
                     echo=tokeniser.decode(prompt) if call.echo else "",
+                    calls=_reader(call),
                 )
             )
     return requests, choices
+
+
+def _reader(call: Call) -> ToolCallReader | None:
+    if call.tools is None:
+        return None
+    return ToolCallReader(tagged=not call.tools.forced, most=1 if call.tools.one_call else None)

@@ -18,6 +18,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from headway_engine.tool_calls import OPEN
+
 Messages = Sequence[dict[str, Any]]
 
 
@@ -46,7 +48,8 @@ class Tokeniser:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if settings.get(name) is not None
         }
-        source = _template_source(folder, settings)
+        self._template_source = _template_source(folder, settings) or ""
+        source = self._template_source
         self._template = _environment().from_string(source) if source else None
 
     def encode_chat(self, text: str) -> list[int]:
@@ -94,7 +97,7 @@ class Tokeniser:
             value = value.replace(_OPEN, "").replace(_CLOSE, "")
             return self._controls.sub(f"{_OPEN}\\g<0>{_CLOSE}", value)
         if isinstance(value, dict):
-            return {key: self._mark(inner) for key, inner in value.items()}
+            return {self._mark(key): self._mark(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [self._mark(inner) for inner in value]
         return value
@@ -112,12 +115,37 @@ class Tokeniser:
         """Token ids of a text. Takes time in proportion to it: keep long ones off the event loop."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True, **values: Any) -> str:
+    @cached_property
+    def knows_tools(self) -> bool:
+        """The chat template tells the model of tools."""
+        question = [{"role": "user", "content": "?"}]
+        function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+        try:
+            told = self.render_chat(question, tools=[{"type": "function", "function": function}])
+            return told != self.render_chat(question)
+        except TextError:
+            return False
+
+    @cached_property
+    def tags_tool_calls(self) -> bool:
+        """The chat template has the model write its calls between `<tool_call>` and `</tool_call>`."""
+        return self.knows_tools and OPEN in self._template_source
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Messages | None = None,
+        **values: Any,
+    ) -> str:
         """The prompt text of a conversation, for `encode_chat`. Raises TextError when the model's template
         refuses it."""
         if self._template is None:
             raise TextError("this model has no chat template; use /v1/completions")
         plain = [{key: self._mark(value) for key, value in m.items() if value is not None} for m in messages]
+        if tools:
+            values = {**values, "tools": self._mark(list(tools))}
         try:
             return self._template.render(
                 {**self._special, **values}, messages=plain, add_generation_prompt=add_generation_prompt
