@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Request, RequestId, Sequence
-from headway_engine.tenants import Tenant
+from headway_engine.tenants import Fairness, Tenant, TenantPolicy
 
 
 @dataclass(slots=True)
@@ -19,10 +19,14 @@ class _Share:
     tokens: int = 0
 
 
+_NOTHING = _Share()
+
+
 class Backlog:
     """Counts of waiting requests, in total and by tenant, and their ages."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: TenantPolicy | None = None) -> None:
+        self._policy = policy or TenantPolicy()
         self.tokens = 0
         self._members: dict[RequestId, Sequence] = {}
         self._shares: dict[str, _Share] = {}
@@ -71,21 +75,26 @@ class Backlog:
         waits for them just as for those of the queue. A request counts its own prompt, but with nothing
         queued a single one is never too large. What a free slot takes at the next step does not count as
         queued, so a cap of 0 requests means no queue, and not no service.
+
+        What one tenant has queued must not keep others out, or fairness would only be among those who came
+        first: a full queue still lets in a tenant that has less than its share, up to twice the limit in all.
         """
         size = len(request.prompt)
-        if self.requests >= limits.max_queued_requests + max(0, free_slots):
+        share = self._shares.get(request.tenant, _NOTHING)
+        most = limits.max_queued_requests + max(0, free_slots)
+        if self.requests >= most and not self._owed(request, self.requests, share.requests, 1, most):
             return (
                 f"{self.requests} requests are waiting and the limit max_queued_requests is "
                 f"{limits.max_queued_requests}"
             )
         queued = self.tokens + prefill_tokens
-        if queued and queued + size > limits.max_queued_tokens:
+        most = limits.max_queued_tokens
+        if queued and queued + size > most and not self._owed(request, queued, share.tokens, size, most):
             return (
                 f"{queued} prompt tokens are queued, this request has {size}, and the limit "
                 f"max_queued_tokens is {limits.max_queued_tokens}"
             )
-        share = self._shares.get(request.tenant)
-        if share is None:
+        if not share.requests:
             return None
         if tenant.max_queued_requests and share.requests >= tenant.max_queued_requests:
             return (
@@ -98,3 +107,13 @@ class Backlog:
                 f"{size}, and the tenant's limit is {tenant.max_queued_tokens}"
             )
         return None
+
+    def _owed(self, request: Request, queued: int, mine: int, size: int, most: int) -> bool:
+        """Whether a newcomer's tenant has less of a full queue than its weight entitles it to. One that has
+        nothing waiting may always have one request in it."""
+        if self._policy.fairness is not Fairness.VIRTUAL_TOKEN_COUNTER or queued + size > 2 * most:
+            return False
+        tenants = self._shares.keys() | {request.tenant}
+        weights = sum(self._policy.of(tenant).weight for tenant in tenants)
+        share = most * self._policy.of(request.tenant).weight / weights
+        return len(tenants) > 1 and (not mine or mine + size <= share)

@@ -24,7 +24,7 @@ class Roster:
         self.pool = pool
         self.policy = policy
         self.queue = FairQueue(policy)
-        self.backlog = Backlog()
+        self.backlog = Backlog(policy)
         self.patience = Patience()
         self.sequences: dict[RequestId, Sequence] = {}  # waiting and running
         self.running: dict[RequestId, Sequence] = {}  # in order of admission, but for `rotate`

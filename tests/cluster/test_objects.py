@@ -60,7 +60,8 @@ def test_engine_pods_are_allowed_where_only_restricted_pods_are(plane: Plane, na
 
 
 def test_the_examples_are_accepted_together(plane: Plane, controller: Controller, namespace: str) -> None:
-    bodies = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    paths = sorted((ROOT / "examples").glob("*.yaml"))
+    bodies = [body for path in paths for body in yaml.safe_load_all(path.read_text())]
     for body in bodies:
         body["metadata"]["namespace"] = namespace
     assert applied(plane, *bodies) == ""

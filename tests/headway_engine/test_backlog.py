@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from headway_engine.backlog import Backlog
 from headway_engine.sequence import Sequence
-from headway_engine.tenants import Tenant
+from headway_engine.tenants import Fairness, Tenant, TenantPolicy
 from support.engine_builders import a_request, some_limits
 
 
@@ -75,3 +75,41 @@ def test_counts_and_ages_are_those_of_a_plain_list(data: st.DataObject) -> None:
             a_request("new", 1, tenant="a"), some_limits(), Tenant(max_queued_requests=3), 0, 1
         )
         assert bool(refused) is (len(of_a) >= 3)
+
+
+def test_a_full_queue_lets_in_a_tenant_that_has_less_than_its_share_of_it() -> None:
+    """Weights 3 and 1 beside a queue of 8: gold may have 6 and batch 2 in it, whoever came first."""
+    policy = TenantPolicy(tenants={"gold": Tenant(weight=3)})
+    backlog, limits = Backlog(policy), some_limits(max_queued_requests=8)
+
+    def joins(tenant: str) -> bool:
+        number = backlog.requests
+        request = a_request(f"new{number}", 5, tenant=tenant)
+        if backlog.refusal(request, limits, policy.of(tenant), 0, 0) is not None:
+            return False
+        backlog.add(a_sequence(number, tenant=tenant))
+        return True
+
+    assert [joins("batch") for _ in range(9)] == [True] * 8 + [False]
+    assert [joins("gold") for _ in range(7)] == [True] * 6 + [False]
+    assert not joins("batch")
+
+
+def test_a_full_queue_grows_to_twice_its_limits_and_no_further() -> None:
+    """Names of tenants may come from clients: inventing them must not open the queue."""
+    backlog, limits = Backlog(), some_limits(max_queued_requests=4, max_queued_tokens=25)
+    joined = 0
+    for number in range(50):
+        request = a_request(f"r{number}", 5, tenant=f"t{number}")
+        if backlog.refusal(request, limits, Tenant(), 0, 0) is None:
+            backlog.add(a_sequence(number, tenant=f"t{number}"))
+            joined += 1
+    assert joined == 8
+    assert backlog.tokens <= 50
+
+
+def test_in_order_of_arrival_a_full_queue_is_full_for_everyone() -> None:
+    backlog = Backlog(TenantPolicy(fairness=Fairness.FIRST_COME_FIRST_SERVED))
+    backlog.add(a_sequence(0, tenant="a"))
+    request = a_request("new", 5, tenant="b")
+    assert backlog.refusal(request, some_limits(max_queued_requests=1), Tenant(), 0, 0) is not None

@@ -8,14 +8,16 @@ import yaml
 
 from headway_engine import config
 from headway_operator.manifests import Images, build
-from headway_operator.resource import TuningMode, parse
+from headway_operator.resource import KIND, TuningMode, parse
 from headway_operator.schema import admit
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 def load(path: Path) -> dict[str, Any]:
-    body: dict[str, Any] = yaml.safe_load(path.read_text())
+    """The resource of an example; what it refers to may stand beside it."""
+    bodies: list[dict[str, Any]] = list(yaml.safe_load_all(path.read_text()))
+    (body,) = [body for body in bodies if body["kind"] == KIND]
     return body
 
 
