@@ -28,9 +28,13 @@ LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     max_lexer_states=20_000,  # 1 to 2 kB each
     initial_lexer_fuel=500_000,
+    step_max_items=25_000,
     verbose_errors=False,
 )
-"""What a grammar may cost: compiling stays under a second, a mask under some 20 ms."""
+"""What a grammar may cost: compiling stays under a second, a mask in the tens of milliseconds at worst."""
+
+CHECKED_STEPS = 4
+"""Tokens that a check goes on from the beginning: what is forced without end shows itself there."""
 
 
 class GrammarError(ValueError):
@@ -160,9 +164,16 @@ def check(grammar: str) -> None:
     the real one takes time and memory. Compiling can take most of a second: keep it off the event loop
     (llguidance lets go of the interpreter meanwhile).
     """
-    matcher = LLMatcher(_byte_tokenizer(), grammar, log_level=0, limits=LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    tokenizer = _byte_tokenizer()
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    for _ in range(CHECKED_STEPS):
+        if matcher.is_error():
+            break
+        packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        choices = np.unpackbits(packed, bitorder="little")[: tokenizer.vocab_size].nonzero()[0]
+        if not choices.size or choices[0] == _Bytes.eos_token_id:
+            break
+        matcher.consume_token(int(choices[0]))
     if matcher.is_error():
         raise GrammarError(_words(matcher.get_error()))
 

@@ -297,8 +297,9 @@ def _grammar(b: _Common, offered: Tools | None) -> tuple[str, str]:
     grammar = grammar or (offered.grammar if offered else "")
     if not grammar:
         return "", ""
-    if b.ignore_eos:
-        raise bad_request(f"ignore_eos: an output under {field} ends where it is complete", "ignore_eos")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(b, name):
+            raise bad_request(f"{name}: an output under {field} ends where it is complete", name)
     return grammar, field
 
 

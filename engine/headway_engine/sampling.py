@@ -128,10 +128,7 @@ def _edit_row(row: torch.Tensor, sequence: Sequence, mask: torch.Tensor | None) 
     if mask is not None:
         row.masked_fill_(~mask, -torch.inf)
     if p.stop_token_ids and sequence.output_len < p.min_tokens:
-        stops = torch.tensor(p.stop_token_ids, device=row.device)
-        # Where a grammar has come to its end, only the end is left, however short the output is.
-        if mask is None or bool(torch.isfinite(row.index_fill(0, stops, -torch.inf)).any()):
-            row[stops] = -torch.inf
+        row[torch.tensor(p.stop_token_ids, device=row.device)] = -torch.inf
 
 
 def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:

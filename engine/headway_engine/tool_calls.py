@@ -154,7 +154,7 @@ class ToolCallReader:
             return True
         if self._rest[0] != "{":
             return self._no_call()
-        found = _HEAD.match(self._rest) if self._seen < HEAD_CHARS else None
+        found = _HEAD.match(self._rest[:HEAD_CHARS]) if self._seen < HEAD_CHARS else None
         if found and (name := _string(found[1])) is not None:
             self._start(name)
             self._rest = self._rest[found.end() :]
@@ -198,7 +198,7 @@ class ToolCallReader:
         if self._tagged and CLOSE.startswith(self._rest):
             return False  # may become the closing tag
         if not self._tagged:
-            self._rest = ""
+            self._rest = self._rest[1:]
             return True
         self._text.append(self._spaces + self._raw)
         self._spaces, self._raw, self._inside = "", "", False
