@@ -96,7 +96,8 @@ class Backlog:
             )
         if not share.requests:
             return None
-        if tenant.max_queued_requests and share.requests >= tenant.max_queued_requests:
+        waits = self.requests >= free_slots
+        if waits and tenant.max_queued_requests and share.requests >= tenant.max_queued_requests:
             return (
                 f"{share.requests} requests of tenant {request.tenant!r} are waiting and its limit is "
                 f"{tenant.max_queued_requests}"

@@ -243,8 +243,11 @@ class OneMachine:
         after = self.cluster.edit(KIND, *self.key, checked)
         return int(after["metadata"]["generation"])
 
-    def replace(self, resource: Manifest) -> int:
-        """`kubectl apply` of an edited file: put another admitted resource in place; the generation then."""
+    def replace(self, resource: Manifest, others: Sequence[Manifest] = ()) -> int:
+        """`kubectl apply` of an edited file: put another admitted resource, and what stands beside it, in
+        place; the generation then."""
+        for other in others:
+            self.cluster.put(other)
         after = self.cluster.put({**resource, "metadata": {**resource["metadata"], "namespace": self.key[0]}})
         return int(after["metadata"]["generation"])
 

@@ -90,7 +90,7 @@ async def following(session: "Session", file: Path) -> AsyncIterator[None]:
                 continue
             known = now
             try:
-                resource, _ = await asyncio.to_thread(read_resources, file)
+                resource, others = await asyncio.to_thread(read_resources, file)
             except UserError as e:
                 session.note(f"the edit of {file.name} was not applied: {e.message}")
                 continue
@@ -98,7 +98,7 @@ async def following(session: "Session", file: Path) -> AsyncIterator[None]:
                 session.note(f"the edit of {file.name} was not applied: the name must stay {name}")
                 continue
             session.note(
-                f"{file.name} was edited and applied (generation {session.machine.replace(resource)})"
+                f"{file.name} was edited and applied (generation {session.machine.replace(resource, others)})"
             )
 
     task = asyncio.create_task(follow())
@@ -213,14 +213,18 @@ class Session:
     def introduce(self) -> None:
         """The endpoint, with something to paste."""
         url, model = self.machine.url, self.machine.resource.model.name
+        keyed = self.machine.resource.tenancy.keys_secret is not None
+        key = "A-KEY-OF-A-TENANT" if keyed else "none"
+        header = f" -H 'Authorization: Bearer {key}'" if keyed else ""
         body = json.dumps(
             {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         )
         step(self.console, f"Ready after {self._elapsed_s():.1f} s: {url}/v1 serves {model}")
         self.console.print(
-            f"\n    curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+            f"\n    curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\\n"
+            f"        -d '{body}'\n\n"
             f"    from openai import OpenAI\n"
-            f'    client = OpenAI(base_url="{url}/v1", api_key="none")\n'
+            f'    client = OpenAI(base_url="{url}/v1", api_key="{key}")\n'
             f'    print(client.chat.completions.create(model="{model}",\n'
             f'        messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)\n',
             markup=False,

@@ -121,6 +121,45 @@ async def test_it_serves_shows_what_happens_and_ends_well(tmp_path: Path) -> Non
         assert await process.wait() == 0
 
 
+@pytest.mark.slow
+async def test_tenants_with_keys_are_served_and_an_edit_of_the_keys_is_followed(tmp_path: Path) -> None:
+    """Two keys are two tenants, no key is a 401, and a new key in the file works with the same pod."""
+    tenancy = (
+        "  tenancy: {tenants: [{name: gold, weight: 4}, {name: batch}], keysSecretRef: {name: tiny-keys}}\n"
+    )
+    secret = "---\napiVersion: v1\nkind: Secret\nmetadata: {name: tiny-keys}\n"
+    secret += "stringData: {gold: g-key, batch: b-key}\n"
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY + tenancy + secret)
+    async with up(file) as (process, said), aiohttp.ClientSession() as session:
+
+        def progress() -> object:
+            assert process.returncode is None, "\n".join(said)
+            return endpoint(said)
+
+        where = await eventually(progress, timeout_s=120)
+        assert isinstance(where, Endpoint)
+        assert "Authorization: Bearer A-KEY-OF-A-TENANT" in "\n".join(said)
+
+        async def status(key: str) -> int:
+            body = {"prompt": "a", "max_tokens": 1}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.post(f"{where.url}/v1/completions", json=body, headers=headers) as answer:
+                return answer.status
+
+        assert [await status(key) for key in ("g-key", "b-key", "other")] == [200, 200, 401]
+        file.write_text(TINY + tenancy + secret.replace("g-key", "new-key"))
+
+        async def taken_in() -> bool:
+            return await status("new-key") == 200
+
+        await eventually(taken_in, every_s=0.2)
+        assert [await status(key) for key in ("g-key", "b-key")] == [401, 200]
+        assert not any("ended" in line for line in said)
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+
+
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [

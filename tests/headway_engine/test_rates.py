@@ -76,10 +76,11 @@ def test_a_tenant_over_its_rate_is_refused_with_the_time_to_come_back() -> None:
 
 
 def test_a_refused_request_costs_its_tenant_nothing() -> None:
-    drive = Drive(limits=some_limits(max_queued_requests=1), tenants=TEN_A_SECOND)
+    limits = some_limits(max_queued_requests=0, max_batch_sequences=1)
+    drive = Drive(limits=limits, tenants=TEN_A_SECOND)
     drive.submit(a_request("a", 5, tenant="slow"), a_request("b", 15, tenant="slow"))
     assert drive.rejected.keys() == {"b"}
-    drive.step()
+    drive.run()
     drive.submit(a_request("c", 5, tenant="slow"))
     assert drive.rejected.keys() == {"b"}
 

@@ -195,6 +195,13 @@ def test_prompts_under_way_count_as_queued_until_they_are_computed() -> None:
     assert drive.scheduler.queued_tokens == 0
 
 
+def test_a_tenants_cap_on_requests_is_about_those_that_wait() -> None:
+    """Free slots take them all at the next step: nobody waits."""
+    drive = a_drive(tenants=TenantPolicy(tenants={"a": Tenant(max_queued_requests=1)}), max_batch_sequences=4)
+    drive.submit(*(a_request(f"a{i}", 8, tenant="a") for i in range(6)))
+    assert drive.rejected.keys() == {"a4", "a5"}
+
+
 @pytest.mark.parametrize(
     ("tenant", "words"),
     [
@@ -203,7 +210,7 @@ def test_prompts_under_way_count_as_queued_until_they_are_computed() -> None:
     ],
 )
 def test_a_tenants_own_cap_refuses_it_and_nobody_else(tenant: Tenant, words: str) -> None:
-    drive = a_drive(tenants=TenantPolicy(tenants={"a": tenant}))
+    drive = a_drive(tenants=TenantPolicy(tenants={"a": tenant}), max_batch_sequences=1)
     drive.submit(*(a_request(f"{t}{i}", 8, tenant=t) for t in "ab" for i in range(2)))
     assert drive.rejected.keys() == {"a1"}
     assert words in drive.rejected["a1"].message
