@@ -1,7 +1,10 @@
 """One answer in the making: text, counts, finish reasons and log-probabilities of a choice."""
 
+import pytest
+
 from headway_engine.generation import Choice, Usage, usage
 from headway_engine.sequence import Finished, FinishReason, Started, TokenLogprob, TokenOut
+from headway_engine.tool_calls import ToolCallReader, joined
 
 EOS = 0
 
@@ -120,3 +123,51 @@ def test_usage_counts_prompts_once_and_outputs_of_all_samples():
         c.push(Started("r", 4))
         feed(c, "ab", FinishReason.LENGTH)
     assert usage(pair, 2) == Usage(prompt_tokens=6, completion_tokens=4, cached_tokens=4)
+
+
+def test_after_its_end_a_choice_has_nothing_new():
+    """Its siblings go on, and its last chunk must not be sent again with each of theirs."""
+    c = choice()
+    assert [d.finish_reason for d in feed(c, "hi", FinishReason.STOP)] == [None, None, "stop"]
+    assert c.take() is None
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "reason"),
+    [
+        (CALL, FinishReason.STOP, "tool_calls"),
+        (CALL[:-5], FinishReason.LENGTH, "length"),
+        (CALL, FinishReason.LENGTH, "length"),
+        (CALL[:12], FinishReason.LENGTH, "length"),
+        ("", FinishReason.LENGTH, "length"),
+    ],
+)
+def test_a_tool_call_that_is_cut_ends_with_length(text, finish, reason):
+    """Row C.4 37: a client that sees tool_calls runs them, so half a call must not say it is one."""
+    c = choice(calls=ToolCallReader(tagged=False))
+    assert feed(c, text, finish)[-1].finish_reason == reason
+
+
+def test_a_stop_string_in_the_middle_of_a_call_is_not_the_end_of_a_call():
+    c = choice(calls=ToolCallReader(tagged=False), stops=["x"])
+    deltas = feed(c, CALL)
+    assert deltas[-1].finish_reason == "stop"
+    assert joined(sum((d.calls for d in deltas), ()))[0].arguments == '{"'
+
+
+def test_text_beside_calls_stays_text():
+    c = choice(calls=ToolCallReader(tagged=True))
+    deltas = feed(c, f"So: <tool_call>{CALL}</tool_call>", FinishReason.STOP)
+    assert text_of(deltas) == "So:"
+    (call,) = joined(sum((d.calls for d in deltas), ()))
+    assert (call.name, call.arguments) == ("f", '{"x": 1}')
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+def test_an_answer_without_calls_is_an_answer():
+    c = choice(calls=ToolCallReader(tagged=True))
+    deltas = feed(c, "2 < 3 <tool", FinishReason.STOP)
+    assert (text_of(deltas), deltas[-1].finish_reason) == ("2 < 3 <tool", "stop")
