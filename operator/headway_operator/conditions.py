@@ -121,6 +121,8 @@ def _ready(facts: Facts, stalled: _Finding | None) -> _Finding:
         return _Finding("Ready", "False", stalled.reason, stalled.message)
     if desired == 0:
         return _Finding("Ready", "True", "ScaledToZero", "no replicas are asked for: nothing is served")
+    for problem in facts.problems:
+        return _Finding("Ready", "False", problem.reason, problem.message)
     return _Finding("Ready", "False", "NoReplicaReady", f"none of {desired} replicas is ready yet")
 
 
@@ -138,6 +140,7 @@ def _reconciling(facts: Facts) -> _Finding | None:
         )
     if updated < desired or total > updated:
         words = f"{updated} of {desired} replicas are of the newest template, {ready} are ready"
+        words = "; ".join((words, *(problem.message for problem in facts.problems)))
         return _Finding("Reconciling", "True", "RollingOut", words)
     if ready < desired:
         return _Finding("Reconciling", "True", "Starting", f"{ready} of {desired} replicas are ready")

@@ -169,14 +169,27 @@ class Reconciler:
             # A pod overlay that the schema let through, a quota, a right that is missing: for people to see.
             known.problems = (Problem(type(error).__name__, str(error)),)
             return
-        known.problems = tuple(
-            Problem("NameTaken", f"{label} exists and does not belong to this resource")
-            for label in made.foreign
+        missing = await self._missing_keys(resource)
+        known.problems = (
+            *(
+                Problem("NameTaken", f"{label} exists and does not belong to this resource")
+                for label in made.foreign
+            ),
+            *missing,
         )
         known.deployment = made.live.get(("apps/v1", "Deployment", resource.namespace, resource.name))
         if not made.foreign:
             known.configured = known.limits
-            known.applied_generation = resource.generation
+            # A Secret that is made later sends us no event, so the next tick looks again.
+            known.applied_generation = 0 if missing else resource.generation
+
+    async def _missing_keys(self, resource: Resource) -> tuple[Problem, ...]:
+        """Said where the Secret with the API keys is not there: pods wait for it, and only events say so."""
+        name = resource.tenancy.keys_secret
+        if name is None or await self._cluster.get("v1", "Secret", resource.namespace, name) is not None:
+            return ()
+        words = f"spec.tenancy.keysSecretRef: the Secret {name} does not exist, and no pod starts without it"
+        return (Problem("KeysSecretMissing", words, fatal=False),)
 
     def _manifests(self, resource: Resource, known: Known) -> list[Manifest]:
         return manifests.build(

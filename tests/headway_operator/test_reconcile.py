@@ -191,6 +191,57 @@ async def test_another_owners_deployment_does_not_make_the_resource_ready(world:
     assert "Deployment chat" in ready["message"]
 
 
+SHARED = {"tenancy": {"tenants": [{"name": "gold"}], "keysSecretRef": {"name": "chat-keys"}}}
+KEYS = {
+    "apiVersion": "v1",
+    "kind": "Secret",
+    "metadata": {"namespace": "default", "name": "chat-keys"},
+    "data": {"gold": "Zw=="},
+}
+
+
+async def test_a_missing_secret_of_keys_is_said_where_people_look_until_it_is_there(world: World) -> None:
+    """A pod that waits for a volume says so in events only. The Secret sends no event: a tick must see it."""
+    world.create(SHARED)
+    await world.change()
+    world.cluster.run_deployments(ready=False)
+    await world.change()
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "KeysSecretMissing")
+    assert "spec.tenancy.keysSecretRef: the Secret chat-keys" in ready["message"]
+    assert [c for c in world.status["conditions"] if c["type"] == "Stalled"] == [], "it may come at any time"
+    world.cluster.put(KEYS)
+    await world.tick()
+    assert world.condition("Ready")["reason"] == "NoReplicaReady"
+    world.cluster.run_deployments()
+    await world.change()
+    assert world.condition("Ready")["reason"] == "Serving"
+
+
+async def test_the_secret_of_keys_is_read_by_us_and_written_by_nobody(world: World) -> None:
+    world.cluster.put(KEYS)
+    world.create(SHARED)
+    await world.settle()
+    stored = world.cluster.peek("Secret", "chat-keys")
+    assert stored is not None
+    assert stored["data"] == KEYS["data"]
+    assert "ownerReferences" not in stored["metadata"]
+
+
+async def test_an_edit_of_tenants_replaces_the_pods(world: World) -> None:
+    await world.settle()
+    before = world.cluster.peek("Deployment", "chat")
+    world.edit({"tenancy": {"tenants": [{"name": "gold", "weight": 4}]}})
+    await world.change()
+    after = world.cluster.peek("Deployment", "chat")
+    assert before is not None
+    assert after is not None
+    assert before["spec"]["template"] != after["spec"]["template"]
+    data = world.cluster.peek("ConfigMap", "chat-limits")
+    assert data is not None
+    assert '"gold":{"weight":4' in data["data"]["tenants.json"]
+
+
 async def test_an_object_no_longer_wanted_is_removed(world: World) -> None:
     """Left over from an older version of the controller: ours by owner and label, but not declared."""
     await world.settle()
