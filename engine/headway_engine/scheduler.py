@@ -408,7 +408,7 @@ class Scheduler:
         self._step = None
 
     def _free_slots(self) -> int:
-        """Sequences that the next step could take in; none while a batch that runs to its end is under way."""
+        """Sequences that the next step could take in; none while a batch that runs to its end is on."""
         if self._running and self._limits.mode is not BatchingMode.CONTINUOUS:
             return 0
         return self._limits.max_batch_sequences - len(self._running)
