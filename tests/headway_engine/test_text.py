@@ -124,3 +124,32 @@ def test_a_folder_without_a_fast_tokenizer_is_refused_with_words(tmp_path):
     """Told at start, not at the first request."""
     with pytest.raises(TextError, match=r"tokenizer\.json"):
         Tokeniser(tmp_path)
+
+
+TOOL = {"type": "function", "function": {"name": "f<s>", "parameters": {"properties": {"<s>": {}}}}}
+TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{{ messages[-1].content }}"
+
+
+def test_whether_a_template_knows_tools_is_seen_by_rendering_with_and_without(tmp_path):
+    """A template that has the word in a comment, or refuses a lone user message, does not know them."""
+    for number, (template, knows, tags) in enumerate(
+        [
+            (TOOL_TEMPLATE, True, True),
+            ("{% if tools %}{{ tools }}{% endif %}", True, False),
+            ("{# tools <tool_call> #}{{ messages[-1].content }}", False, False),
+            ("{{ raise_exception('no') }}", False, False),
+        ]
+    ):
+        own = tmp_path / str(number)
+        own.mkdir()
+        t = Tokeniser(folder(own, {}, template))
+        assert (t.knows_tools, t.tags_tool_calls) == (knows, tags), template
+
+
+def test_special_tokens_that_a_client_writes_into_tools_stay_text(tmp_path):
+    """Names, values and keys: nothing of a tool's description may end a turn."""
+    t = Tokeniser(folder(tmp_path, {}, TOOL_TEMPLATE))
+    plain = t.encode_chat(t.render_chat(MESSAGES, tools=[TOOL]))
+    special = t.encode("<s>", add_special_tokens=False)
+    assert len(special) == 1
+    assert special[0] not in plain

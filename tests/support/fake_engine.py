@@ -4,12 +4,16 @@ The toy continues the alphabet ("abc" is followed by "defgh..."), repeats the la
 letter, ends its text after a full stop, and raises on a prompt with a skull (☠) in it: at once, or with
 two of them in mid-stream. Run as a program, it
 takes the engine's own arguments. FAKE_STEP_S slows its steps; FAKE_LOAD says how loading goes (`ok`, `fail`,
-`slow`); FAKE_BROKEN makes every step fail.
+`slow`); FAKE_BROKEN makes every step fail; FAKE_SAYS is what it answers to everything; FAKE_TEMPLATE is its
+chat template.
 """
 
 import asyncio
+import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +37,9 @@ CAPACITY = Capacity(
 class Toy:
     """The toy model, as a runner."""
 
-    def __init__(self, tokeniser: Tokeniser, step_s: float = 0.0, broken: bool = False) -> None:
+    def __init__(
+        self, tokeniser: Tokeniser, step_s: float = 0.0, broken: bool = False, says: str = ""
+    ) -> None:
         self._ids = [
             tokeniser.encode(bytes([b]).decode("latin-1"), add_special_tokens=False) for b in range(128)
         ]
@@ -42,6 +48,7 @@ class Toy:
         self._skull = tokeniser.encode("☠", add_special_tokens=False)
         self._step_s = step_s
         self._broken = broken
+        self._says = [*tokeniser.encode(says, add_special_tokens=False), END] if says else []
 
     def run(self, step: Step) -> dict[RequestId, SampledToken]:
         if self._step_s:
@@ -59,6 +66,8 @@ class Toy:
 
     def _sample(self, chunk: Chunk) -> SampledToken:
         sequence = chunk.sequence
+        if self._says:
+            return SampledToken(self._says[sequence.output_len])
         token = self.following(sequence.tokens)
         sampling = sequence.request.sampling
         if token == END and (END not in sampling.stop_token_ids or sequence.output_len < sampling.min_tokens):
@@ -95,10 +104,16 @@ def _contains(tokens: tuple[int, ...], part: list[int]) -> bool:
 
 
 def tokenizer_dir() -> Path:
-    """The byte tokenizer of random models."""
+    """The byte tokenizer of random models, with FAKE_TEMPLATE where there is one."""
     folder = resolve("random://llama?vocab=300", "main", default_cache_dir()).tokenizer_dir
     assert folder is not None
-    return folder
+    template = os.environ.get("FAKE_TEMPLATE")
+    if template is None:
+        return folder
+    own = Path(tempfile.mkdtemp(prefix="fake-tokenizer-"))
+    shutil.copy(folder / "tokenizer.json", own)
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return own
 
 
 def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core_process.Core:
@@ -111,7 +126,12 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
             time.sleep(3600)
     folder = tokenizer_dir()
     limits = core_process.starting_limits(settings, CAPACITY)
-    toy = Toy(Tokeniser(folder), float(os.environ.get("FAKE_STEP_S", "0")), "FAKE_BROKEN" in os.environ)
+    toy = Toy(
+        Tokeniser(folder),
+        float(os.environ.get("FAKE_STEP_S", "0")),
+        "FAKE_BROKEN" in os.environ,
+        os.environ.get("FAKE_SAYS", ""),
+    )
     ready = Ready(
         capacity=CAPACITY,
         limits=limits,
