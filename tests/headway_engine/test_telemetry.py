@@ -75,6 +75,32 @@ def test_every_metric_of_the_protocol_is_exposed():
         assert metric in names or f"{metric}_bucket" in names, metric
 
 
+def test_declared_tenants_have_series_from_the_start_and_all_others_share_one():
+    """A client that makes up names takes no declared tenant's series away, and makes none."""
+    t = Telemetry(Objectives(), start_time_s=1.0, tenants=["gold", "batch"])
+    assert samples(t)[(Metric.TENANT_TOKENS, "prompt", "gold")] == 0
+    for number, name in enumerate([*(f"made-up-{n}" for n in range(70)), "gold", ""]):
+        t.arrived(
+            Request(
+                id=f"r{number}",
+                prompt=(1, 2),
+                sampling=SamplingParams(max_tokens=3),
+                arrival_s=0.0,
+                tenant=name,
+            )
+        )
+        t.record(step(Started(f"r{number}", 0), TokenOut(f"r{number}", 1)), 1.0)
+    found = {key[1:]: value for key, value in samples(t).items() if key[0] == Metric.TENANT_TOKENS}
+    assert found == {
+        ("prompt", "gold"): 2,
+        ("output", "gold"): 1,
+        ("prompt", "batch"): 0,
+        ("output", "batch"): 0,
+        ("prompt", "(others)"): 142,
+        ("output", "(others)"): 71,
+    }
+
+
 def test_tenants_have_a_bounded_number_of_series():
     """Names come from clients: a thousand of them make no thousand series."""
     t = telemetry()
