@@ -105,8 +105,9 @@ class Front:
 
     def check_flood(self, count: int, limits: Limits) -> None:
         """429 before the core is asked, when more wait than it could ever let in: during a long step its
-        inbox must not grow without bound. Finer refusals are the scheduler's."""
-        if self.core.unstarted + count > limits.max_queued_requests + limits.max_batch_sequences:
+        inbox must not grow without bound. Twice the limit, as a queue that one tenant has filled still lets
+        others in. Finer refusals are the scheduler's."""
+        if self.core.unstarted + count > 2 * limits.max_queued_requests + limits.max_batch_sequences:
             self.telemetry.turned_away(count)
             raise ApiError(
                 429, f"the queue is full ({limits.max_queued_requests} requests)",
