@@ -130,6 +130,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         runner=built.name,
         tokenizer_dir=str(loaded.tokenizer_dir),
         stop_token_ids=loaded.eos_token_ids,
+        grammars=built.follows_grammars,
         vocab_size=int(getattr(loaded.config.get_text_config(), "vocab_size", 0)),
     )
     scheduler = Scheduler(

@@ -64,6 +64,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     tokenizer_dir: str = ""  # folder with tokenizer.json, for the front end's own tokeniser
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids
     vocab_size: int = 0  # token ids that the model has weights for; 0: as many as the tokenizer knows
+    grammars: bool = True  # requests may have a grammar
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):

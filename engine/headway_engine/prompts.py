@@ -74,8 +74,8 @@ async def check_grammar(call: Call, serving: Serving) -> None:
     text, field = call.sampling.grammar, call.grammar_field
     if not text:
         return
-    if not serving.ready.stop_token_ids:
-        raise bad_request(f"{field}: this model has no token that ends a text", field)
+    if not serving.ready.grammars:
+        raise bad_request(f"{field}: this model's tokenizer cannot be held to a form", field)
     checking = _checkers.submit(grammar.check, text)
     try:
         await asyncio.wait_for(asyncio.wrap_future(checking), GRAMMAR_CHECK_S)

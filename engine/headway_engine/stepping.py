@@ -3,6 +3,7 @@
 Knows nothing of how a forward pass is computed.
 """
 
+import logging
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import NotFinite, sample
 from headway_engine.sequence import Chunk, Request, SampledToken, SamplingParams, Sequence, Step
+
+log = logging.getLogger(__name__)
 
 CHECK_PROMPT = (3, 4, 5, 6, 7, 8)
 """What a new runner computes first, in chunks, to be compared with the model's own attention."""
@@ -45,6 +48,11 @@ class Runner(Protocol):
         """The sampled token of every chunk with `samples`, by sequence id. Raises StepError."""
         ...
 
+    @property
+    def follows_grammars(self) -> bool:
+        """Requests may have a grammar."""
+        ...
+
     def prepare(self, request: Request) -> None:
         """Do what can be done for a request ahead of its first step; from any thread."""
         ...
@@ -65,9 +73,12 @@ class StepRunner:
             model.dtype,
             model.device,
         )
-        self._grammars: Grammars | None = None
-        if model.tokenizer_dir is not None and model.eos_token_ids:
-            self._grammars = Grammars.of_model(model.tokenizer_dir, model.eos_token_ids)
+        self._grammars = _grammars(model)
+
+    @property
+    def follows_grammars(self) -> bool:
+        """See Runner."""
+        return self._grammars is not None
 
     def prepare(self, request: Request) -> None:
         """See Runner: compiles its grammar."""
@@ -122,6 +133,18 @@ class StepRunner:
                 f"{difference:.2g} of the largest logit, so some feature of it is not handled; run it on the "
                 "vllm runtime"
             )
+
+
+def _grammars(model: LoadedModel) -> Grammars | None:
+    """None for a model that cannot follow any: it is served all the same."""
+    if model.tokenizer_dir is None or not model.eos_token_ids:
+        log.warning("no structured output: the model has no tokenizer, or no token that ends a text")
+        return None
+    try:
+        return Grammars.of_model(model.tokenizer_dir, model.eos_token_ids)
+    except (OSError, ValueError) as error:
+        log.warning("no structured output: %s", error)
+        return None
 
 
 def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:

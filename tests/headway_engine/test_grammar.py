@@ -3,10 +3,12 @@
 A random model is the hardest one: it wants every token alike, so it goes everywhere a grammar lets it go.
 """
 
+import dataclasses
 import gc
 import json
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from headway_engine.fused import build
 from headway_engine.grammar import GrammarFailed, Grammars
@@ -150,7 +153,7 @@ def test_what_is_said_under_a_schema_is_valid_and_neighbours_do_not_matter(kind:
     each says alone."""
     finished: list[FinishReason | None] = []
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(chosen=st.lists(schemas, min_size=1, max_size=4))
     @example(chosen=[{"type": "string", "maxLength": 4}] * 4)
     def answers(chosen: list[dict[str, Any]]) -> None:
@@ -308,3 +311,16 @@ def test_compiled_grammars_are_kept_but_not_all() -> None:
     for i in range(100):
         g.prepare(json_grammar({"const": i}))
     assert len(g._compiled) == 32
+
+
+def test_a_model_whose_tokens_are_not_understood_is_served_without_grammars(tmp_path: Path) -> None:
+    """A tokenizer of an unusual kind is no reason not to start."""
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    model = dataclasses.replace(tiny_models.fresh("llama"), tokenizer_dir=tmp_path)
+    runner = build_runner(tiny_models.engine_config(runner="transformers"), model, capacity(64))
+    assert not runner.follows_grammars
+    assert runner_of("transformers").follows_grammars
+    runner.prepare(asked("a", YES_NO))
+    assert alone(runner, asked("free", max_tokens=3)).reason is FinishReason.LENGTH

@@ -140,6 +140,15 @@ def test_without_tools_the_same_words_are_words(talker):
         assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_model_that_cannot_follow_grammars_says_so(talker):
+    """It would answer anything, and the client would take it for valid."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        official(talker).chat.completions.create(
+            model="tiny", messages=MESSAGES, response_format={"type": "json_object"}
+        )
+    assert caught.value.param == "response_format"
+
+
 def test_a_model_that_knows_no_tools_cannot_be_left_the_choice(engine):
     with pytest.raises(openai.BadRequestError) as caught:
         official(engine).chat.completions.create(model="tiny", messages=MESSAGES, tools=[WEATHER])

@@ -141,6 +141,7 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         runner="toy",
         tokenizer_dir=str(folder),
         stop_token_ids=(END,),
+        grammars=False,  # a toy does not listen
     )
     scheduler = Scheduler(CAPACITY, limits, tenants=core_process.tenant_policy(settings))
     return core_process.Core(scheduler, toy.run, ready)
