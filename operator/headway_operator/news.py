@@ -39,7 +39,8 @@ class News:
 
 def changes_of_limits(changes: Iterable[Change], mode: TuningMode) -> list[News]:
     """What was done, and apart from it what the tuner would do where it may only recommend."""
-    done, advised = [], []
+    done: list[Change] = []
+    advised: list[Change] = []
     for change in changes:
         (advised if mode is TuningMode.RECOMMEND and not change.edited else done).append(change)
     return [
