@@ -56,7 +56,12 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
     limit = serving.ready.capacity.max_model_tokens - 1  # room for one token of output
     await check_grammar(call, serving)
     if call.messages:
-        text = render_call(call, tokeniser)
+        try:
+            text = render_call(call, tokeniser)
+        except RecursionError:
+            raise bad_request(
+                "messages: what they or the tools contain is nested too deeply", "messages"
+            ) from None
         ids = await encode_text(tokeniser, tokeniser.encode_chat, text, limit, "messages")
         return [checked(ids, limit, serving.vocab_size, "messages")]
     prompts = []

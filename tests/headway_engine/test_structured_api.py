@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from support.engine_server import engine_server
 from support.fake_engine import COMMAND
-from support.hostile_schemas import COSTLY, OVERSIZED, WRONG, response_format
+from support.hostile_schemas import COSTLY, OVERSIZED, WRONG, deep, response_format
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -209,6 +209,21 @@ def test_a_body_of_brackets_is_a_400(engine):
     body = b'{"messages":[{"role":"user","content":"x"}],"response_format":' + opened + b"1" + closed + b"}"
     status, _ = engine.request("POST", "/v1/chat/completions", body, management=False)
     assert status == 400
+
+
+@pytest.mark.parametrize("depth", [90, 200, 330, 480, 900])
+def test_deep_tools_and_calls_are_a_400_or_an_answer(talker, depth):
+    """Whoever's recursion ends first: the parser's, ours or the template's."""
+    value = deep(depth // 2)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps(value)}}
+    offered = {"type": "function", "function": {"name": "f", "parameters": value}}
+    for body in (
+        {"messages": MESSAGES, "tools": [offered]},
+        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, *MESSAGES]},
+        {"messages": MESSAGES, "chat_template_kwargs": {"x": value}},
+    ):
+        status, answer = talker.request("POST", "/v1/chat/completions", body, management=False)
+        assert status in {200, 400}, answer
 
 
 @pytest.mark.model
