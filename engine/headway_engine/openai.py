@@ -21,6 +21,10 @@ from headway_engine.tools import Tool, ToolChoice, Tools, understood
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 1 << 14
+MAX_DETOKENIZE = 1 << 18
+"""Bounds of what one request may cost everybody else, in the front end or in a step."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions. Chats run to the context's end when nothing is said."""
 _SEED_SPACE = 1 << 63
@@ -32,7 +36,8 @@ PositiveProbability = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 CountOrZero = Annotated[int, Meta(ge=0, le=1 << 31)]
-TokenIds = list[Annotated[int, Meta(ge=0, le=1 << 31)]]
+TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenIds = list[TokenId]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +62,7 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-_SEED_SPACE, le=_SEED_SPACE - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
@@ -99,7 +104,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
     """/v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -117,7 +122,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -125,7 +130,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """/detokenize."""
 
-    tokens: TokenIds
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZE)]
     model: str = ""
 
 
@@ -221,7 +226,7 @@ def parse_chat(body: bytes) -> Call:
         max_tokens=b.max_completion_tokens or b.max_tokens or 0,
         logprobs=(b.top_logprobs or 0) if b.logprobs else -1,
         messages=plain_messages(b.messages),
-        template_values=b.chat_template_kwargs or {},
+        template_values=_template_values(b.chat_template_kwargs or {}),
         offered=offered,
         max_tokens_field="max_completion_tokens" if b.max_completion_tokens else "max_tokens",
     )
@@ -328,23 +333,37 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
-    """The four forms: a text, texts, token ids, lists of token ids."""
+    """The four forms: a text, texts, token ids, lists of token ids. A list may have millions of items, and
+    everybody waits while it is looked at, so no loop of ours runs over it."""
     if isinstance(prompt, str):
         return (prompt,)
-    if prompt and all(isinstance(item, str) for item in prompt):
-        return tuple(prompt)
-    if prompt and all(_is_token_id(item) for item in prompt):
-        return (tuple(prompt),)
-    if prompt and all(isinstance(item, list) for item in prompt):
-        if all(_is_token_id(id) for item in prompt for id in item):
-            return tuple(tuple(item) for item in prompt)
-    elif not prompt:
+    if not prompt:
         raise bad_request("prompt: must not be empty", "prompt")
+    if (texts := _as(prompt, list[str])) is not None:
+        return tuple(texts)
+    if (ids := _as(prompt, TokenIds)) is not None:
+        return (tuple(ids),)
+    if (lists := _as(prompt, list[TokenIds])) is not None:
+        return tuple(tuple(ids) for ids in lists)
     raise bad_request("prompt: must be a string, strings, token ids, or lists of token ids", "prompt")
 
 
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+def _as(value: Any, form: type[T]) -> T | None:
+    """The value, if it has that form."""
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError:
+        return None
+
+
+def _template_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What a client tells the chat template beside the messages, and may not tell it twice."""
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in values:
+            raise bad_request(
+                f"chat_template_kwargs: {name} is not for the client to set here", "chat_template_kwargs"
+            )
+    return values
 
 
 def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

@@ -134,6 +134,7 @@ class Tokeniser:
     def render_chat(
         self,
         messages: Messages,
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Messages | None = None,

@@ -33,6 +33,7 @@ BAD_FIELDS = [
     ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", []),
     ("stream", "yes"), ("stream_options", {"include_usage": True}), ("priority", 1001),
     ("priority", "high"), ("ignore_eos", 3), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+    ("stop_token_ids", list(range(openai.MAX_STOP_TOKEN_IDS + 1))),
     ("no_such_field", 1), ("user", 5),
 ]  # fmt: skip
 
@@ -67,6 +68,10 @@ def test_numbers_that_are_none_get_a_400_with_a_valid_body(number):
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [[1.5]]}, "prompt"),
+        ({"prompt": [[True]]}, "prompt"),
+        ({"prompt": [["a"]]}, "prompt"),
+        ({"prompt": [None]}, "prompt"),
+        ({"prompt": [1 << 40]}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"best_of": 3}, "best_of"),
@@ -103,6 +108,10 @@ def test_bad_completions(fields, param):
         ({"modalities": ["audio"]}, "modalities"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
+        ({"messages": CHAT["messages"] * (openai.MAX_MESSAGES + 1)}, "messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": None}}, "chat_template_kwargs"),
     ],
 )
 def test_bad_chats(fields, param):
@@ -120,6 +129,14 @@ def test_bodies_that_are_no_object(body):
     with pytest.raises(ApiError) as caught:
         openai.parse_completion(body)
     assert caught.value.status == 400
+
+
+def test_more_ids_than_are_worth_decoding_are_refused():
+    """A decode of millions would hold up every stream."""
+    many = {"tokens": [1] * (openai.MAX_DETOKENIZE + 1)}
+    with pytest.raises(ApiError) as caught:
+        openai.decode(json.dumps(many).encode(), openai.DetokenizeBody)
+    assert (caught.value.status, caught.value.param) == (400, "tokens")
 
 
 @settings(deadline=None)
