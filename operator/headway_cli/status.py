@@ -132,9 +132,12 @@ def _promise(status: Json) -> Iterator[str]:
 
 
 def _limits(status: Json) -> Iterator[str]:
+    found = _conditions(status)
+    unread = (found.get("MetricsAvailable") or {}).get("status") != "True"
     for p in status.get("parameters") or ():
         value = p.get("applied")
-        line = f"{p['name']} {'differs between pods' if value is None else value}"
+        unknown = "not read from every pod" if unread else "differs between pods"
+        line = f"{p['name']} {unknown if value is None else value}"
         if value != p.get("desired") and "desired" in p:
             line += f" (wanted {p['desired']})"
         if "recommended" in p and p["recommended"] != value:

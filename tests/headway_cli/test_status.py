@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from headway_cli.status import words
 
 BODY: dict[str, Any] = {
@@ -82,6 +84,15 @@ def test_what_is_set_and_why_is_told() -> None:
     ):
         assert part in text
     assert "not measured" not in text
+
+
+@pytest.mark.parametrize("status", ["False", "Unknown"])
+def test_limits_that_nobody_could_be_asked_for_are_not_said_to_differ(status: str) -> None:
+    """No pod is ready, or one does not answer: what is in force is unknown, which is no disagreement."""
+    conditions = [{"type": "MetricsAvailable", "status": status, "message": "there is no ready pod"}]
+    text = "\n".join(words(with_status(conditions=conditions)))
+    assert "maxBatchSequences not read from every pod (wanted 32)" in text
+    assert "differs" not in text
 
 
 def test_what_would_change_it_names_the_bound_and_the_reserve_that_bind() -> None:
