@@ -114,8 +114,9 @@ def cgroup_free_bytes(membership: Path, mount: Path) -> int | None:
             continue
         folder = root / place.lstrip("/")
         for group in (folder, *folder.parents):
-            if group.is_relative_to(root) and (found := _group_free(group, limit_name, use_name, cache_key)):
-                free.append(found)
+            if group.is_relative_to(root):
+                found = _group_free(group, limit_name, use_name, cache_key)
+                free += [] if found is None else [found]
             if group == root:
                 break
     return min(free, default=None)

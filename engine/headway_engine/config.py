@@ -140,6 +140,11 @@ def parse(argv: list[str]) -> EngineConfig:
     for name in positive:
         if getattr(config, name) < 1:
             p.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("max_model_len", "kv_blocks", "threads", "drain_timeout_s"):
+        if getattr(config, name) < 0:
+            p.error(f"--{name.replace('_', '-')} must not be negative")
+    if config.port == config.management_port:
+        p.error("--port and --management-port must differ: the control API is not for clients")
     if not 1 <= config.kv_memory_percent <= 98:
         p.error("--kv-memory-percent must be between 1 and 98")
     if config.capacity_max_batch_tokens < config.capacity_max_batch_sequences:

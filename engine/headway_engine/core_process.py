@@ -81,6 +81,11 @@ def _receive(end: channel.CoreEnd, inbox: "queue.SimpleQueue[Command]", prepare:
     except channel.ChannelClosed:
         # The front end is gone and nobody reads any more: do not finish loading, or the step.
         os._exit(0)
+    except BaseException:
+        # Without a reader of commands no request would ever be heard of again. BaseException, because
+        # that is what a panic in a library written in Rust is.
+        log.exception(logs.fields("inbox-died"))
+        os._exit(1)
 
 
 def starting_limits(settings: config.EngineConfig, capacity: Capacity) -> Limits:

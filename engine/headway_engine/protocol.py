@@ -23,6 +23,9 @@ CONTROL_KEY_ENV = "HEADWAY_CONTROL_KEY"
 
 TENANT_HEADER = "X-Headway-Tenant"
 
+MAX_GENERATION = 1 << 53
+"""What a JSON reader and a gauge still hold exactly; nobody changes limits so often."""
+
 
 class BatchingMode(StrEnum):
     """How batches are formed. Static and Dynamic run a batch to its end; Continuous changes it every step."""
@@ -96,6 +99,7 @@ def check_limits(limits: Limits, capacity: Capacity) -> None:
     The set is judged as a whole: nothing may be applied when one field is wrong.
     """
     ranges = (
+        ("generation", limits.generation, 0, MAX_GENERATION),
         ("window_ms", limits.window_ms, 0, 1_000),
         ("max_batch_tokens", limits.max_batch_tokens, 1, capacity.max_batch_tokens),
         ("max_batch_sequences", limits.max_batch_sequences, 1, capacity.max_batch_sequences),

@@ -36,6 +36,8 @@ def engine(tmp_path_factory):
         ({"queue_timeout_ms": -1}, "queue_timeout_ms"),
         ({"mode": "Sometimes"}, "mode"),
         ({"generation": "x"}, "generation"),
+        ({"generation": -1}, "generation"),
+        ({"generation": 2**64 - 1}, "generation"),
         ({"surprise": 1}, "surprise"),
     ],
 )

@@ -142,6 +142,23 @@ def test_without_a_compiler_everything_works_on_torch_alone(
         build.kernels.cache_clear()
 
 
+def test_a_library_that_cannot_be_loaded_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenMP's runtime is missing, or the file is not whole: slower, and not dead."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    (folder / build.library_name(build.instruction_set())).write_bytes(b"no library")
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    build.kernels.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="headway_engine"):
+            assert build.kernels() is None
+        assert "torch's own attention is used" in caplog.text
+    finally:
+        build.kernels.cache_clear()
+
+
 def test_a_compiler_that_fails_leaves_no_library_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

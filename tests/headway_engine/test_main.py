@@ -215,6 +215,23 @@ def test_bad_files_end_the_engine_with_words(tmp_path):
         assert "objectives-file" in engine.log()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--port", "8001"], "--management-port"),
+        (["--kv-blocks", "-1"], "--kv-blocks"),
+        (["--max-model-len", "-1"], "--max-model-len"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
+        (["--capacity-max-batch-tokens", "8"], "--capacity-max-batch-sequences"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(arguments, named, capsys):
+    """Before anything is loaded: one port for both applications would leave one of them out."""
+    with pytest.raises(SystemExit):
+        config.parse(["--model", "random://toy", *arguments])
+    assert named in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_ends_the_engine(tmp_path):
     """Not a silent engine that nobody can reach."""
     with socket.socket() as taken:

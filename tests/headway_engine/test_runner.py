@@ -194,6 +194,8 @@ def test_the_tightest_cgroup_counts_and_page_cache_is_free(tmp_path: Path) -> No
     assert cgroup_free_bytes(member, mount) == 1200
     cgroup(mount / "pod" / "container", memory_max="1500", memory_current="900", memory_stat=stat)
     assert cgroup_free_bytes(member, mount) == 700
+    cgroup(mount / "pod" / "container", memory_max="800", memory_current="900", memory_stat=stat)
+    assert cgroup_free_bytes(member, mount) == 0, "a full cgroup has nothing free, and is not without limit"
     assert cgroup_free_bytes(tmp_path / "absent", mount) is None
 
 

@@ -44,13 +44,13 @@ def kernels() -> ctypes.CDLL | None:
         log.info("kernels: turned off by %s", KERNELS_ENV)
         return None
     name = library_name(instruction_set())
-    for folder in (Path(place) if place else None, default_cache_dir() / "kernels"):
-        if folder is not None and (folder / name).is_file():
-            return ctypes.CDLL(str(folder / name))
     try:
+        for folder in (Path(place) if place else None, default_cache_dir() / "kernels"):
+            if folder is not None and (folder / name).is_file():
+                return ctypes.CDLL(str(folder / name))  # OSError where OpenMP's runtime is missing, say
         return ctypes.CDLL(str(compile_into(default_cache_dir() / "kernels", instruction_set())))
     except (OSError, RuntimeError) as error:
-        log.warning("kernels: not built, torch's own attention is used (slower): %s", error)
+        log.warning("kernels: not there, torch's own attention is used (slower): %s", error)
         return None
 
 
