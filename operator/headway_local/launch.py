@@ -68,10 +68,17 @@ _stood_in: set[str] = set()
 def _staging() -> str:
     global _staging_folder
     if not _staging_folder:
-        # Any folder that nobody needs serves: the tmpfs over it is seen in this namespace only.
-        _staging_folder = next(path for path in ("/mnt", "/media", "/srv", "/tmp") if os.path.isdir(path))
-        mount("tmpfs", _staging_folder, "tmpfs", 0)
+        _staging_folder = _empty_folder()
+        mount("tmpfs", _staging_folder, "tmpfs", 0)  # seen in this namespace only
     return _staging_folder
+
+
+def _empty_folder(candidates: tuple[str, ...] = ("/mnt", "/media", "/srv", "/opt")) -> str:
+    """A folder that holds nothing, so that nobody misses what the tmpfs hides (a work tree in /mnt, say)."""
+    for path in candidates:
+        if os.path.isdir(path) and not os.listdir(path):
+            return path
+    return tempfile.mkdtemp(prefix="headway-mounts-")
 
 
 def make_mount_point(path: str, *, is_file: bool) -> None:

@@ -6,6 +6,7 @@ Nothing outlives the process. Knows nothing of engines and of what the objects m
 """
 
 import asyncio
+import contextlib
 import copy
 import hashlib
 import json
@@ -19,7 +20,7 @@ from typing import Any
 
 from headway_local import rollout
 from headway_local.adapt import ENGINE_PORT_OPTIONS, adapt
-from headway_local.objects import Token
+from headway_local.objects import PodConfigError, Token
 from headway_local.pod import PodOptions, PodProcess
 from headway_local.pod_status import stamp
 from headway_operator.cluster import Gone, Manifest
@@ -243,7 +244,9 @@ class LocalCluster:
                 if (pod.deployment not in self._objects) and pod.stopping is None:
                     self._stop(pod)
                 elif pod.stopping is None and pod.process.facts.sandbox:
-                    await pod.process.refresh_volumes()
+                    # A missing object leaves the old content, as in the kubelet.
+                    with contextlib.suppress(PodConfigError):
+                        await pod.process.refresh_volumes()
 
     def _bring_about(self, identity: Identity) -> None:
         """One step of one Deployment, and its status."""

@@ -132,7 +132,10 @@ class HttpFleet:
         # Made on first use: a session belongs to the running event loop. Proxies of the environment are
         # not for pods. Redirects are never followed: they would carry the key elsewhere.
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout, trust_env=False)
+            # The semaphore is the one limit: the connector's own (100) would let pods that hang use up the
+            # time of those that wait behind them.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, trust_env=False)
         return self._session
 
 

@@ -43,10 +43,14 @@ async def test_a_reader_of_commands_that_falls_takes_the_core_with_it() -> None:
         request = Request(id="a", prompt=(1,), sampling=SamplingParams(max_tokens=1), arrival_s=0.0)
         end.send(Submit(request))
         with pytest.raises(channel.ChannelClosed):
-            while True:
-                await end.receive()
+            await _read_to_the_end(end)
         assert await asyncio.to_thread(process.wait, 60) == 1
     finally:
         end.close()
         process.kill()
         process.wait()
+
+
+async def _read_to_the_end(end: channel.FrontEnd) -> None:
+    while True:
+        await end.receive()

@@ -215,6 +215,22 @@ async def test_a_changed_config_map_reaches_the_running_pod(cluster: LocalCluste
     assert process.pid == pid
 
 
+async def test_a_config_map_that_goes_away_stops_nothing(cluster: LocalCluster) -> None:
+    """The running pod keeps the old content, and Deployments are still followed."""
+    await cluster.apply(config_map("first"))
+    wanted = deployment()
+    wanted["spec"]["template"]["spec"]["volumes"][0]["configMap"]["optional"] = False
+    await cluster.apply(wanted)
+    await until(lambda: status(cluster).get("readyReplicas") == 1)
+    (pod,) = await pods(cluster)
+    await cluster.delete("v1", "ConfigMap", "default", "web")
+    wanted["spec"]["replicas"] = 0
+    await cluster.apply(config_map("unrelated") | {"metadata": {"name": "other", "namespace": "default"}})
+    assert await get(pod, "/file") == "first"
+    await cluster.apply(wanted)
+    await until(lambda: not cluster.processes())
+
+
 async def test_apply_keeps_what_others_set_and_drops_what_it_no_longer_says(cluster: LocalCluster) -> None:
     """Server-side apply, for the one manager that the controller is."""
     await cluster.apply({**config_map("x"), "data": {"a": "1", "b": "2"}})

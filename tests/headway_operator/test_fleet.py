@@ -175,6 +175,23 @@ async def test_many_pods_are_asked_a_few_at_a_time(pods: Pods) -> None:
     assert most <= 4
 
 
+async def test_pods_that_hang_do_not_keep_others_from_being_asked(pods: Pods) -> None:
+    """More of them than the 100 connections that a client opens where nobody says otherwise."""
+    stuck, well = await pods.start("stuck", metrics=hanging), await pods.start("well", metrics=healthy)
+    refs = [PodRef(f"stuck-{i}", stuck.address, stuck.management_port, True) for i in range(120)]
+    fleet = HttpFleet(timeout_s=5.0)
+    waiting = asyncio.create_task(fleet.scrape(refs))
+    try:
+        await asyncio.sleep(0)
+        found = await fleet.scrape([well])
+        assert not waiting.done()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await fleet.close()
+    assert isinstance(found["well"], Sample)
+
+
 async def test_limits_are_put_whole_and_read_back(pods: Pods, fleet: HttpFleet) -> None:
     pod = await pods.start(limits=engine_limits)
     wanted = Limits(generation=6, max_batch_tokens=640)
