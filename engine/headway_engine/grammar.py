@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -156,7 +156,6 @@ class Grammars:
             return compiled.deep_copy()
 
 
-@lru_cache(KEPT_GRAMMARS)
 def check(grammar: str) -> None:
     """Raise GrammarError for a grammar that is wrong, too costly, or fulfilled by nothing.
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
-from headway_engine import grammar, openai
+from headway_engine import openai
 from headway_engine.answers import ApiError, bad_request
 from headway_engine.generation import Choice
+from headway_engine.grammar import GrammarError
+from headway_engine.grammar_check import Checker
 from headway_engine.messages import Ready
 from headway_engine.openai import Call
 from headway_engine.protocol import Limits
@@ -28,11 +30,11 @@ INLINE_PROMPT_CHARS = 2_000
 """Longer prompts are tokenised in a thread: other requests' tokens go out meanwhile."""
 
 GRAMMAR_CHECK_S = 10.0
-"""How long a grammar may wait to be checked, and take. The limits of size come first: this one is for what
-they do not foresee."""
+"""How long a grammar may wait to be checked, and take."""
 
-_checkers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
-"""Apart from the threads that tokenise, so that costly grammars hold up nothing but each other."""
+_checker = Checker()
+_checking = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+"""Apart from the threads that tokenise: costly grammars hold up nothing but each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ async def check_grammar(call: Call, serving: Serving) -> None:
         return
     if not serving.ready.grammars:
         raise bad_request(f"{field}: this model's tokenizer cannot be held to a form", field)
-    checking = _checkers.submit(grammar.check, text)
+    checking = _checking.submit(_checker.check, text)
     try:
         await asyncio.wait_for(asyncio.wrap_future(checking), GRAMMAR_CHECK_S)
-    except grammar.GrammarError as error:
+    except GrammarError as error:
         raise bad_request(f"{field}: {error}", field, "invalid_schema") from error
     except TimeoutError:
         if checking.cancelled():  # it never was its turn

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from support.engine_server import engine_server
 from support.fake_engine import COMMAND
-from support.hostile_schemas import COSTLY, OVERSIZED, WRONG, deep, response_format
+from support.hostile_schemas import COSTLY, ENDLESS, OVERSIZED, WRONG, deep, response_format
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -180,7 +180,7 @@ def test_samples_streams_stop_strings_and_completions_obey_too(engine):
 async def test_hostile_schemas_get_a_400_while_others_are_served(engine):
     """Row C.8 79: whatever is sent, an answer that names the field; /healthz, and a stream of somebody else,
     go on all the while."""
-    schemas = OVERSIZED | WRONG | COSTLY
+    schemas = OVERSIZED | WRONG | COSTLY | ENDLESS
     async with (
         httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
         httpx.AsyncClient(base_url=engine.management_url, timeout=10) as management,

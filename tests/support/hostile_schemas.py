@@ -62,6 +62,16 @@ COSTLY: dict[str, dict[str, Any]] = {
 }
 """Small, and costly to compile or to follow; refused by the limits of either."""
 
+_LINKS = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)}
+
+ENDLESS: dict[str, dict[str, Any]] = {
+    "a chain that doubles at every link": {
+        "$defs": {**_LINKS, "a40": {"type": "string", "pattern": "^a{1,5}$"}},
+        "$ref": "#/$defs/a0",
+    },
+}
+"""Small, and compiled for ever; refused by the clock."""
+
 ODD_BUT_FINE: dict[str, dict[str, Any]] = {
     "recursive": {
         "type": "object",
