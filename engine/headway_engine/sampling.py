@@ -20,6 +20,9 @@ _GROUP = 16
 _WIDE_GROUP = 64
 """Tokens in a group, where maxima or sums of groups are looked at first."""
 
+_COLDEST = 1e-6
+"""Temperatures below this one draw like it, which is all but greedy: one over them is no float32 any more."""
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -154,10 +157,14 @@ def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float
     return tokens
 
 
+def _warmths(params: Seq[SamplingParams]) -> list[float]:
+    return [1 / max(p.temperature, _COLDEST) for p in params]
+
+
 def _masses(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Probabilities up to a factor, the likeliest token's being 1. One new tensor; the rest is in place:
     fresh memory of this size costs more than the arithmetic."""
-    warmth = logits.new_tensor([1 / p.temperature for p in params])[:, None]
+    warmth = logits.new_tensor(_warmths(params))[:, None]
     mass: torch.Tensor = (logits - logits.amax(dim=-1, keepdim=True)).mul_(warmth).exp_()
     return mass
 
@@ -188,7 +195,7 @@ def _draw_cut(
     vocabulary = logits.shape[1]
     values, tokens = _largest(logits, tier)
     total = _masses(logits, params).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    warmth = total.new_tensor([1 / p.temperature for p in params])[:, None]
+    warmth = total.new_tensor(_warmths(params))[:, None]
     mass = ((values - values[:, :1]) * warmth).exp() / total
     sums = mass.cumsum(dim=-1)
     rank = torch.arange(tier, device=logits.device)

@@ -231,3 +231,12 @@ def test_bfloat16_logits_are_widened_first() -> None:
     logits = peaked(10).bfloat16()
     s = sequence("a", [1], temperature=1.0, top_p=0.8, seed=3, logprobs=1)
     assert sample(logits, [s]) == sample(logits.float(), [s])
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-39, 5e-324])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_next_to_no_temperature_is_greedy_and_not_noise(temperature: float, cut: dict[str, float]) -> None:
+    """One over it is infinite in float32, and nothing times infinity is no number."""
+    logits = peaked(seed=5)
+    s = sequence("a", (1, 2), (0,), temperature=temperature, seed=3, **cut)
+    assert sample(logits.clone(), [s])[0].token == int(logits.argmax())
