@@ -29,6 +29,8 @@ REPORTER = "headway.dev/controller"
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 4.0
 LIST_CHUNK = 500
+_NAMESPACE_ENDS = "NamespaceTerminating"
+"""The cause of a 403 that is not about rights: nothing new may be made where all is being deleted."""
 NOTE_LIMIT = 1024  # characters; the API server refuses a longer event note
 
 
@@ -220,7 +222,7 @@ def translate(what: str, status: int, raw: bytes, retry_after: str | None) -> Cl
         return Gone(message)
     if status == 409:
         return Conflict(message)
-    if status == 410:
+    if status == 410 or (status == 403 and _NAMESPACE_ENDS in _causes(raw)):
         return Gone(message)
     if status in (401, 403):
         return Forbidden(message)
@@ -239,6 +241,14 @@ def _message(raw: bytes) -> str:
     except ValueError:
         return raw[:300].decode(errors="replace")
     return str(answer.get("message", "")) if isinstance(answer, dict) else str(answer)[:300]
+
+
+def _causes(raw: bytes) -> set[str]:
+    """The machine-readable reasons in the API server's answer."""
+    try:
+        return {cause["reason"] for cause in json.loads(raw)["details"]["causes"]}
+    except (ValueError, LookupError, TypeError):
+        return set()
 
 
 def micro_time(moment: datetime.datetime) -> str:

@@ -377,6 +377,8 @@ class Reconciler:
                 await self._cluster.post_event(
                     body, type_=item.type, reason=item.reason, action=item.action, note=item.note
                 )
+            except Gone:
+                return  # nobody is left to tell
             except ClusterError as error:
                 # An event is news, not state: it is not worth doing the whole run again.
                 logger.warning("%s: event not posted: %s", name, error)

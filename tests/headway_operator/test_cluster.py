@@ -145,6 +145,27 @@ async def test_every_status_has_one_meaning(
         await cluster.apply(CONFIG_MAP)
 
 
+@pytest.mark.parametrize(
+    ("details", "error"),
+    [
+        ({"causes": [{"reason": "NamespaceTerminating", "field": "metadata.namespace"}]}, Gone),
+        ({"causes": [{"reason": "Other"}, {"reason": "NamespaceTerminating"}]}, Gone),
+        ({"causes": [{"reason": "Other"}]}, Forbidden),
+        ({"causes": [{}]}, Forbidden),
+        ({"causes": None}, Forbidden),
+        ({}, Forbidden),
+        (None, Forbidden),
+    ],
+)
+async def test_a_403_from_a_namespace_that_is_being_deleted_is_not_about_rights(
+    api: FakeApi, cluster: KubeCluster, details: Any, error: type[ClusterError]
+) -> None:
+    """Nothing new may be made there, which the API server says with the status of a missing right."""
+    answer(api, 403, {"message": "forbidden: it is being terminated", "details": details})
+    with pytest.raises(error, match="being terminated"):
+        await cluster.apply(CONFIG_MAP)
+
+
 @pytest.mark.parametrize(("header", "after_s"), [("7", 7.0), ("soon", 1.0), (None, 1.0)])
 async def test_retry_after_is_heard(
     api: FakeApi, cluster: KubeCluster, header: str | None, after_s: float

@@ -9,7 +9,7 @@ import pytest
 
 from headway_engine.protocol import Limits
 from headway_operator import reconcile
-from headway_operator.cluster import Conflict, TryAgain
+from headway_operator.cluster import ClusterError, Conflict, Gone, TryAgain
 from headway_operator.queue import Cause, WorkQueue
 from headway_operator.tuner.controller import Change, Decision, State, Verdict
 from headway_operator.tuner.memory import Memory
@@ -682,15 +682,16 @@ async def test_a_controller_killed_at_any_call_is_completed_by_the_next(after_ef
         assert world.fleet[world.pods[0]].limits.max_batch_tokens == 512
 
 
+@pytest.mark.parametrize("error", [TryAgain("events are full"), Gone("the namespace is being deleted")])
 async def test_an_event_that_cannot_be_posted_is_not_worth_a_failure(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, error: ClusterError
 ) -> None:
     """Limits and status are what counts."""
     await world.settle()
     set_verdict(monkeypatch, 640)
 
     async def broken(*_: object, **__: object) -> None:
-        raise TryAgain("events are full")
+        raise error
 
     monkeypatch.setattr(world.cluster, "post_event", broken)
     await world.tick()
