@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headway_engine.answers import Kind, bad_request
 from headway_engine.sequence import SamplingParams
-from headway_engine.structured import ResponseFormat, response_grammar
+from headway_engine.structured import ResponseFormat, StructuredOutputs, response_grammar, structured_grammar
 from headway_engine.tools import Tool, ToolChoice, Tools, understood
 
 MAX_CHOICES = 128
@@ -68,6 +68,7 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     # Taken and without effect, because they ask for nothing that an engine does.
     user: str | None = None
@@ -292,14 +293,20 @@ def _call(
 
 def _grammar(b: _Common, offered: Tools | None) -> tuple[str, str]:
     """What the output must obey, and the field that says so."""
-    grammar = response_grammar(b.response_format)
-    if grammar and offered:
+    wanted = {
+        "response_format": response_grammar(b.response_format),
+        "structured_outputs": structured_grammar(b.structured_outputs),
+        "tools": offered.grammar if offered else "",
+    }
+    named = [name for name, grammar in wanted.items() if grammar]
+    if len(named) > 1 or (named and offered and "tools" not in named):
         raise bad_request(
-            'response_format together with tools is not supported, unless tool_choice is "none"',
-            "response_format",
+            "response_format, structured_outputs and tools: only one of them at a time is supported; with "
+            'tool_choice "none", tools do not count',
+            named[0],
         )
-    field = "response_format" if grammar else "tools"
-    grammar = grammar or (offered.grammar if offered else "")
+    field = named[0] if named else ""
+    grammar = wanted.get(field, "")
     if not grammar:
         return "", ""
     for name in ("ignore_eos", "min_tokens"):

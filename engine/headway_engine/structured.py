@@ -4,9 +4,11 @@ Refuses schemas that are too large to be followed at once, before any work is sp
 is judged where grammars are compiled (`grammar.check`). Knows nothing of tokens.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
+from llguidance import LLMatcher
 from msgspec import Meta
 
 from headway_engine.answers import bad_request
@@ -35,6 +37,32 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field: one of these."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
+def structured_grammar(wanted: StructuredOutputs | None) -> str:
+    """The grammar of vLLM's field; empty when it is not there. Raises a 400."""
+    field = "structured_outputs"
+    if wanted is None:
+        return ""
+    given = [value for value in (wanted.json, wanted.regex, wanted.choice) if value is not None]
+    if len(given) != 1:
+        raise bad_request(f"{field}: give one of json, regex and choice", field)
+    checked_schema({"wanted": given}, field)
+    if wanted.json is not None:
+        return json_grammar(wanted.json)
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if not wanted.choice or not all(wanted.choice):
+        raise bad_request(f"{field}.choice: at least one, and none of them empty", field)
+    return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in wanted.choice))
 
 
 def response_grammar(form: ResponseFormat | None) -> str:

@@ -8,6 +8,7 @@ from headway_engine import openai
 from headway_engine.answers import ApiError
 from headway_engine.grammar import GrammarError, check
 from headway_engine.structured import json_grammar
+from support.grammars import accepts
 from support.hostile_schemas import COSTLY, OVERSIZED, WRONG, deep, response_format
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -60,6 +61,47 @@ def test_what_cannot_go_together_is_a_400():
         chat(response_format={"type": "json_object"}, tools=[tool])
     assert caught.value.param == "response_format"
     assert chat(response_format={"type": "json_object"}, tools=[tool], tool_choice="none").tools is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        ({"regex": "[a-c]{2}/\\d+"}, "ab/17", "ab/"),
+        ({"choice": ["yes", "no (really)", "a|b", "ü\n"]}, "no (really)", "a"),
+        ({"json": {"type": "integer"}}, "5", "x"),
+    ],
+)
+def test_a_regex_a_choice_or_a_schema_in_vllms_field(wanted, right, wrong):
+    for parse in (chat, completion):
+        call = parse(structured_outputs=wanted)
+        assert call.grammar_field == "structured_outputs"
+        check(call.sampling.grammar)
+        assert accepts(call.sampling.grammar, right)
+        assert not accepts(call.sampling.grammar, wrong)
+
+
+def test_every_choice_can_be_made():
+    choices = ["yes", "no (really)", "a|b", "ü\n", "tab\there", "[x]*", "/slash/", '"', "\\"]
+    grammar = chat(structured_outputs={"choice": choices}).sampling.grammar
+    assert all(accepts(grammar, text) for text in choices)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"regex": "a", "choice": ["b"]},
+        {"choice": []},
+        {"choice": [""]},
+        {"grammar": "start: x"},
+        {"regex": "x" * 100_000},
+        {"json": OVERSIZED["deep nesting"]},
+    ],
+)
+def test_what_is_wrong_in_vllms_field_is_a_400(wanted):
+    with pytest.raises(ApiError) as caught:
+        chat(structured_outputs=wanted)
+    assert caught.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize("name", OVERSIZED)

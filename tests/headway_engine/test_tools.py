@@ -8,6 +8,7 @@ from headway_engine import openai
 from headway_engine.answers import ApiError
 from headway_engine.grammar import GrammarError, check
 from headway_engine.tools import told
+from support.grammars import accepts
 from support.hostile_schemas import COSTLY, OVERSIZED, WRONG
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -30,17 +31,6 @@ def refused(**fields):
         chat(**fields)
     assert caught.value.status == 400
     return caught.value.param
-
-
-def accepts(grammar, text):
-    """Whether the whole text is a sentence of the grammar."""
-    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-
-    from headway_engine.grammar import _Bytes
-
-    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
 
 def test_the_model_may_choose_when_nothing_is_said():
