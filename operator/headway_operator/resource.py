@@ -96,9 +96,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """User's ranges per tunable parameter, in the units of Limits (`window` in milliseconds)."""
+    """User's ranges per parameter that the tuner moves, in the units of Limits."""
 
-    window_ms: Bound = Bound()
     max_batch_tokens: Bound = Bound()
     max_batch_sequences: Bound = Bound()
     prefill_chunk_tokens: Bound = Bound()
@@ -343,16 +342,10 @@ def _tuning(read: Reader) -> Tuning:
         part = bounds.section(key)
         return Bound(part.maybe_integer("min"), part.maybe_integer("max"))
 
-    def window() -> Bound:
-        part = bounds.section("window")
-        low, high = (part.duration_ms(key, 0) if key in part.body else None for key in ("min", "max"))
-        return Bound(low, high)
-
     return Tuning(
         mode=read.choice("mode", d.mode),
         interval_s=read.duration_ms("interval", round(d.interval_s * 1000)) / 1000,
         bounds=Bounds(
-            window_ms=window(),
             max_batch_tokens=bound("maxBatchTokens"),
             max_batch_sequences=bound("maxBatchSequences"),
             prefill_chunk_tokens=bound("prefillChunkTokens"),

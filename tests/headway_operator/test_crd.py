@@ -11,6 +11,7 @@ import pytest
 from headway_operator import resource, tenancy
 from headway_operator.resource import Effect, duration_ms, restart_class
 from headway_operator.schema import load_crd, openapi_schema
+from headway_operator.tuner.decision import TUNABLES
 
 Json = dict[str, Any]
 
@@ -130,7 +131,7 @@ def test_the_spec_is_open_only_where_a_pod_would_be_copied() -> None:
 
 def test_a_duration_has_its_pattern_its_range_and_a_readable_default() -> None:
     durations = {path: node for path, node in SPEC.items() if "(h|m|s|ms)" in str(node.get("pattern"))}
-    assert len(durations) == 5 + 1 + 12  # limits, interval and drain; targets
+    assert len(durations) == 3 + 1 + 12  # limits, interval and drain; targets
     for node in durations.values():
         assert node["pattern"] == "^([0-9]{1,5}(h|m|s|ms)){1,4}$"
         assert any("duration(self)" in rule["rule"] for rule in node["x-kubernetes-validations"])
@@ -191,6 +192,11 @@ def in_schema(path: str, *, inside: tuple[str, ...] = ()) -> set[str]:
 def test_schema_and_code_have_the_same_fields(path: str, kind: type) -> None:
     """A field that is accepted is read, and a field that is read can be written."""
     assert in_code(kind) == in_schema(path)
+
+
+def test_every_bound_is_of_something_that_the_tuner_moves() -> None:
+    """And everything it moves has one: a range that nobody reads would be a promise without effect."""
+    assert in_code(resource.Bounds) == set(TUNABLES)
 
 
 def test_schema_and_code_have_the_same_batching_fields() -> None:

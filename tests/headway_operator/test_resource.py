@@ -54,7 +54,6 @@ EVERY_FIELD = {
         "mode": "Recommend",
         "interval": "2500ms",
         "bounds": {
-            "window": {"max": "30ms"},
             "maxBatchTokens": {"min": 100, "max": 350},
             "maxBatchSequences": {"max": 35},
             "prefillChunkTokens": {"min": 50},
@@ -115,7 +114,6 @@ def test_every_field_reaches_its_value() -> None:
     assert r.slo.objectives() == Objectives(ttft_ms=300, itl_ms=25, e2e_ms=60_000)
     assert (r.tuning.mode, r.tuning.interval_s) == (TuningMode.RECOMMEND, 2.5)
     assert r.tuning.on_metrics_loss is OnMetricsLoss.STATIC
-    assert r.tuning.bounds.window_ms == Bound(None, 30)
     assert r.tuning.bounds.max_batch_tokens == Bound(100, 350)
     assert r.tuning.bounds.max_batch_sequences == Bound(None, 35)
     assert r.tuning.bounds.prefill_chunk_tokens == Bound(50, None)
