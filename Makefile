@@ -62,7 +62,7 @@ cluster: $(READY) ## Start a real control plane to play with; prints the kubecon
 	@python tools/kube/cluster.py
 
 .PHONY: bench
-bench: $(READY) ## Measure this machine; prints the tables of bench/README.md
+bench: $(READY) ## Measure this machine; prints a table for each question of bench/
 	@python bench/run.py
 
 .PHONY: lock

@@ -63,6 +63,19 @@ def test_no_path_of_one_machine_is_committed() -> None:
     assert found == []
 
 
+def test_links_between_pages_lead_somewhere() -> None:
+    """A page that is named is there."""
+    link = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in tracked_files()
+        if page.suffix == ".md"
+        for target in link.findall(page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert dead == []
+
+
 def test_the_four_packages_import_without_torch_where_they_must() -> None:
     """The controller image carries no torch, so nothing it imports may need it."""
     code = (

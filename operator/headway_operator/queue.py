@@ -164,10 +164,6 @@ class WorkQueue:
         self._schedule.add(key, Cause.CHANGE, self._now_s())
         self._changed.set()
 
-    def add_after(self, key: Key, after_s: float, cause: Cause = Cause.TICK) -> None:
-        self._schedule.add(key, cause, self._now_s(), after_s)
-        self._changed.set()
-
     @property
     def depth(self) -> int:
         return self._schedule.depth(self._now_s())

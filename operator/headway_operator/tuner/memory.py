@@ -105,7 +105,6 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     good_at_s: float = 0.0
     trial: Trial | None = None
     no_growth_until_s: float = 0.0
-    no_shrink_until_s: float = 0.0
     changed_at_s: float = 0.0
     seen_at_s: float = 0.0  # when something was last observed
     missed: int = 0  # ticks in a row without any scrape

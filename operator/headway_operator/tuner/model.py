@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from headway_engine.stepcost import StepCost, StepStatistics
 
-FORGETTING = 0.9
 RIDGE = 0.02
 FIRST_RIDGE = 1e-6
 """With no fit to lean on the ridge only has to keep the equations solvable."""
