@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway_local.guard import GUARD
+
 TINY_MODEL = "random://llama?hidden=64&layers=2&heads=4&vocab=512&context=512"
 CONTROL_KEY = "test-control-key"
 
@@ -151,7 +153,10 @@ def engine_server(
         **(env or {}),
     }
     with log_path.open("w") as log:
-        process = subprocess.Popen(line, stdout=log, stderr=log, env=environment, text=True)
+        process = subprocess.Popen(
+            line, stdout=log, stderr=log, env=environment, text=True, start_new_session=True
+        )
+    GUARD.add(process.pid)  # a test run that is killed leaves no engine behind
     engine = Engine(process, port, management_port, log_path, "tiny")
     try:
         if wait_ready:
@@ -165,6 +170,7 @@ def engine_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        GUARD.remove(process.pid)
 
 
 def wait_until_ready(engine: Engine, timeout_s: float = 240.0) -> None:
