@@ -113,7 +113,7 @@ def render_call(call: Call, tokeniser: Tokeniser) -> str:
     )
 
 
-def render(tokeniser: Tokeniser, messages: Any, **values: Any) -> str:
+def render(tokeniser: Tokeniser, messages: Any, /, **values: Any) -> str:
     """The prompt of a chat; 400 when the model's template refuses it."""
     try:
         return tokeniser.render_chat(messages, **values)

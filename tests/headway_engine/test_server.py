@@ -106,6 +106,14 @@ def test_a_chat(client):
     assert answer.choices[0].message.content == "\n\n\n"
 
 
+@pytest.mark.parametrize("name", ["self", "tokeniser", "values", "args", "bos_token"])
+def test_a_value_for_the_chat_template_may_have_any_name(engine, name):
+    """Names of our own arguments are no secret way to a 500."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    answer = post(engine, "/v1/chat/completions", {**body, "chat_template_kwargs": {name: "x"}})
+    assert answer.status_code == 200, answer.text
+
+
 def test_end_of_sequence_is_a_stop(client):
     """The toy ends after a full stop; the mark is counted and not shown."""
     answer = complete(client, "end.")
