@@ -16,7 +16,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from headway_cli import client, openloop, probe, report, table, traces
+from headway_cli import arguments, client, openloop, probe, report, table, traces
 from headway_cli.client import Answer, Ending
 from headway_cli.console import make_console, step
 from headway_cli.documents import Manifest, read_resources
@@ -41,10 +41,14 @@ SLOWED = 1.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `headway demo`."""
-    parser.add_argument("--minutes", type=float, default=3.0, help="minutes of traffic (default 3)")
+    parser.add_argument(
+        "--minutes", type=arguments.positive, default=3.0, help="minutes of traffic (default 3)"
+    )
     parser.add_argument("--prompt", default="What is the capital of France?", help="the first question")
     parser.add_argument("-f", "--file", type=Path, help="another resource than examples/quickstart.yaml")
-    parser.add_argument("--port", type=int, default=0, help="port of the endpoint (default: any free)")
+    parser.add_argument(
+        "--port", type=arguments.port, default=0, help="port of the endpoint (default: any free)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of thinning and prompts (default 1)")
 
 

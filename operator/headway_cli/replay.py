@@ -9,7 +9,7 @@ from random import Random
 import aiohttp
 from rich.console import Console
 
-from headway_cli import client, openloop, report, table, traces
+from headway_cli import arguments, client, openloop, report, table, traces
 from headway_cli.client import Api, Endpoint
 from headway_cli.console import make_console, step
 from headway_cli.errors import EXIT_OK, Failed, UserError
@@ -34,9 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--percentile", type=Percentile, choices=list(Percentile), default=Percentile.P95,
         help="percentile of the targets (default p95)",
     )  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="give a request up after")
+    parser.add_argument(
+        "--timeout", type=arguments.positive, default=600.0, metavar="S", help="give a request up after"
+    )
     parser.add_argument("--natural-length", action="store_true", help="let answers end by themselves")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write summary and every request there")
+    parser.add_argument(
+        "--json", type=arguments.file_to_write, metavar="FILE", help="write summary and every request there"
+    )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +49,19 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE",
         help="Azure CSV, ServeGen CSV or Mooncake JSON lines; `sample`: the one that ships with Headway",
     )  # fmt: skip
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times the traffic (default 1)")
-    parser.add_argument("--start", type=float, default=0.0, metavar="S", help="begin so far into the trace")
-    parser.add_argument("--duration", type=float, metavar="S", help="play only so much of it")
-    parser.add_argument("--max-prompt", type=int, default=0, metavar="TOKENS", help="shrink prompts to fit")
-    parser.add_argument("--max-output", type=int, default=0, metavar="TOKENS", help="cap of answers")
+    parser.add_argument(
+        "--scale", type=arguments.positive, default=1.0, metavar="X", help="times the traffic (default 1)"
+    )
+    parser.add_argument(
+        "--start", type=arguments.not_negative, default=0.0, metavar="S", help="begin so far into the trace"
+    )
+    parser.add_argument("--duration", type=arguments.positive, metavar="S", help="play only so much of it")
+    parser.add_argument(
+        "--max-prompt", type=arguments.count, default=0, metavar="TOKENS", help="shrink prompts to fit"
+    )
+    parser.add_argument(
+        "--max-output", type=arguments.count, default=0, metavar="TOKENS", help="cap of answers"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of thinning and prompts (default 1)")
 
 

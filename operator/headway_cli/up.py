@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from headway_cli import openloop, replay, report, table
+from headway_cli import arguments, openloop, replay, report, table
 from headway_cli.client import Endpoint
 from headway_cli.console import make_console, step
 from headway_cli.documents import read_resources
@@ -49,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument(
         "--port",
-        type=int,
+        type=arguments.port,
         default=DEFAULT_PORT,
         help=f"port of the endpoint (default {DEFAULT_PORT}, 0: any)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --trace: write the report there")
+    parser.add_argument(
+        "--json", type=arguments.file_to_write, metavar="FILE", help="with --trace: write the report there"
+    )
     replay.add_trace_arguments(parser)
 
 
