@@ -37,6 +37,9 @@ ENGINE_IMAGE = "headway-engine:local"
 CACHE_VOLUME = "headway-cache"
 
 
+PROBED_NEXT = "the engine is ready; requests go to it after its next probe"
+
+
 class WallClock:
     """The machine's clocks."""
 
@@ -292,7 +295,8 @@ class OneMachine:
         url = f"http://{pod.pod_ip}:{_port(pod, 'management')}{READY_PATH}"
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=2)) as answer:
-                return (await answer.text()).strip()
+                words = (await answer.text()).strip()
+                return PROBED_NEXT if answer.status == 200 else words
         except (aiohttp.ClientError, OSError, TimeoutError):
             return "starting the engine process"
 
