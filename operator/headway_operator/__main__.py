@@ -224,7 +224,7 @@ async def _until(stop: Awaitable[object], running: asyncio.Task[None]) -> int:
     if not running.done():
         logger.info("asked to stop")
         running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError, LeadershipLost):
             await running
         return 0
     stopping.cancel()

@@ -224,7 +224,10 @@ def translate(what: str, status: int, raw: bytes, retry_after: str | None) -> Cl
         return Conflict(message)
     if status == 410 or (status == 403 and _NAMESPACE_ENDS in _causes(raw)):
         return Gone(message)
-    if status in (401, 403):
+    if status == 401:
+        # A token between two rotations: the next attempt reads the new one. It says nothing about rights.
+        return TryAgain(message)
+    if status == 403:
         return Forbidden(message)
     if status == 429 or status >= 500:
         try:

@@ -282,7 +282,7 @@ class Reconciler:
 
     async def _configure(self, resource: Resource, known: Known) -> None:
         """The ConfigMap that new pods start with follows the wanted limits."""
-        if known.problems or known.configured == known.limits:
+        if known.configured == known.limits or any(problem.fatal for problem in known.problems):
             return
         config = [m for m in self._manifests(resource, known) if m["kind"] == "ConfigMap"]
         await self._owned.make_some_so(config)

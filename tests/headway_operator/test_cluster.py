@@ -125,7 +125,7 @@ async def test_a_list_over_all_namespaces_has_no_namespace_in_its_path(
     ("status", "error"),
     [
         (400, Refused),
-        (401, Forbidden),
+        (401, TryAgain),
         (403, Forbidden),
         (404, Gone),
         (409, Conflict),

@@ -106,6 +106,8 @@ def test_it_always_fits_and_is_stable_after_one_way_through(memory: Memory) -> N
         ("{}", "has version None"),
         ('{"version":1,"kappa":"much"}', "cannot be read"),
         ('{"version":1,"tuned":{"max_batch_tokens":-1,"colour":3}}', "cannot be read"),
+        ('{"version":1,"kappa":0}', "no decision leaves behind"),
+        ('{"version":1,"queue_scale":-1}', "no decision leaves behind"),
     ],
 )
 def test_what_cannot_be_read_is_a_fresh_start_with_a_reason(value: object, because: str) -> None:

@@ -136,9 +136,23 @@ def from_status(value: object) -> Memory:
         document: Any = msgspec.json.decode(value)
         if isinstance(document, dict) and document.get("version") != VERSION:
             return Memory(fresh_because=f"the state in the status has version {document.get('version')}")
-        return msgspec.convert(document, Memory)
+        memory = msgspec.convert(document, Memory)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         return Memory(fresh_because=f"the state in the status cannot be read: {error}")
+    if not _is_possible(memory):
+        return Memory(fresh_because="the state in the status holds numbers that no decision leaves behind")
+    return memory
+
+
+def _is_possible(memory: Memory) -> bool:
+    """Whether this could have been written by us: others may edit a status, and a zero would divide."""
+    cost = memory.cost
+    return (
+        1.0 <= memory.kappa <= 10.0
+        and 0.0 < memory.queue_scale <= 10.0
+        and memory.overhead_s >= 0
+        and (cost is None or min(msgspec.structs.astuple(cost)) >= 0)
+    )
 
 
 def _encode(memory: Memory) -> str:
