@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--parts", default="offline,serving")
     parser.add_argument("--vllm-python", default=os.environ.get("HEADWAY_BENCH_VLLM_PYTHON", ""))
-    parser.add_argument("--skip", default="", help="engines to leave out, comma separated")
+    parser.add_argument("--skip", action="append", default=[], help="an engine to leave out; may be repeated")
     args = parser.parse_args()
     folder = model_folder()
     common = ["--model", folder, "--dtype", args.dtype]
@@ -122,7 +122,7 @@ def main() -> None:
         rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
         for _ in range(args.rounds):
             for engine, command in engines.items():
-                if engine.split(",")[0] in args.skip.split(",") or engine in args.skip.split(","):
+                if engine in args.skip:
                     continue
                 rounds[engine].append(measure(command))
                 print(
