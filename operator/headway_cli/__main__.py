@@ -5,6 +5,7 @@ Commands are imported when they are called, so that `headway --help` answers at 
 
 import argparse
 import importlib
+import os
 import sys
 from importlib.metadata import version
 
@@ -45,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     own = argparse.ArgumentParser(prog=f"headway {chosen.command}", description=COMMANDS[chosen.command])
     command.add_arguments(own)
     try:
-        return int(command.run(own.parse_args(rest)))
+        status = int(command.run(own.parse_args(rest)))
+        sys.stdout.flush()
+        return status
     except UserError as e:
         print(f"headway {chosen.command}: {e.message}", file=sys.stderr)
         if e.hint:
@@ -56,6 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has had enough (`| head`). Nothing is left to flush into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -48,3 +48,25 @@ def test_help_needs_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_had_enough_is_no_traceback() -> None:
+    """`headway ... | head` closes the pipe while we write."""
+    program = (
+        "import sys, types\n"
+        "fake = types.ModuleType('headway_cli.status')\n"
+        "fake.add_arguments = lambda parser: None\n"
+        "fake.run = lambda args: print('x' * 1_000_000) or 0\n"
+        "sys.modules['headway_cli.status'] = fake\n"
+        "from headway_cli.__main__ import main\n"
+        "sys.exit(main(['status']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert (process.returncode, said) == (1, "")
