@@ -123,7 +123,13 @@ def _ready(facts: Facts, stalled: _Finding | None) -> _Finding:
         return _Finding("Ready", "True", "ScaledToZero", "no replicas are asked for: nothing is served")
     for problem in facts.problems:
         return _Finding("Ready", "False", problem.reason, problem.message)
+    if troubles := _troubles(facts):
+        return _Finding("Ready", "False", "PodsFailing", troubles[0])
     return _Finding("Ready", "False", "NoReplicaReady", f"none of {desired} replicas is ready yet")
+
+
+def _troubles(facts: Facts) -> list[str]:
+    return [pod.trouble for pod in facts.pods if pod.trouble and not pod.ready]
 
 
 def _reconciling(facts: Facts) -> _Finding | None:
@@ -140,10 +146,11 @@ def _reconciling(facts: Facts) -> _Finding | None:
         )
     if updated < desired or total > updated:
         words = f"{updated} of {desired} replicas are of the newest template, {ready} are ready"
-        words = "; ".join((words, *(problem.message for problem in facts.problems)))
+        words = "; ".join((words, *(problem.message for problem in facts.problems), *_troubles(facts)[:1]))
         return _Finding("Reconciling", "True", "RollingOut", words)
     if ready < desired:
-        return _Finding("Reconciling", "True", "Starting", f"{ready} of {desired} replicas are ready")
+        words = "; ".join((f"{ready} of {desired} replicas are ready", *_troubles(facts)[:1]))
+        return _Finding("Reconciling", "True", "Starting", words)
     return None
 
 

@@ -27,6 +27,8 @@ class PodRef:
     address: str
     management_port: int
     ready: bool
+    trouble: str = ""
+    """What keeps the pod from serving, in words that stay the same while it does."""
 
 
 @dataclass(frozen=True, slots=True)

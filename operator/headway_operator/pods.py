@@ -1,5 +1,8 @@
 """Where the engines of a resource are: its pods, as the fleet wants to know them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from headway_engine.protocol import MANAGEMENT_PORT
 from headway_operator.cluster import Cluster, Manifest
 from headway_operator.fleet import PodRef
@@ -15,14 +18,61 @@ async def pods_of(resource: Resource, cluster: Cluster) -> tuple[PodRef, ...]:
 
 
 def pod_ref(body: Manifest) -> PodRef | None:
-    """Where the pod's management port is; None for a pod that ends, has ended, or has no address yet."""
+    """Where the pod's management port is, and what ails it; None for a pod that ends, has ended, or has no
+    address yet and no trouble."""
     found = body.get("status") or {}
     if "deletionTimestamp" in body["metadata"] or found.get("phase") in ("Succeeded", "Failed"):
         return None
-    address = found.get("podIP")
-    if not address:
+    address = found.get("podIP") or ""
+    what = trouble(body)
+    if not address and not what:
         return None
     ports = [p for c in body["spec"].get("containers") or [] for p in c.get("ports") or []]
     port = next((p["containerPort"] for p in ports if p.get("name") == "management"), MANAGEMENT_PORT)
     ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in found.get("conditions") or [])
-    return PodRef(name=body["metadata"]["name"], address=address, management_port=port, ready=ready)
+    return PodRef(
+        name=body["metadata"]["name"],
+        address=address,
+        management_port=port,
+        ready=ready and bool(address),
+        trouble=what,
+    )
+
+
+_NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_NO_START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+def trouble(body: Manifest) -> str:
+    """What keeps a pod from serving that waiting alone does not mend; empty for a pod that just starts.
+
+    No counts and no back-off times in it: it is written to a status, which should not change with them.
+    """
+    name, found = body["metadata"]["name"], body.get("status") or {}
+    for condition in found.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
+            return f"pod {name} fits on no node: {condition.get('message') or 'Unschedulable'}"
+    for key in ("initContainerStatuses", "containerStatuses"):
+        for container in found.get(key) or []:
+            if words := _container_trouble(container):
+                return f"pod {name}: container {container.get('name')} {words.format(pod=name)}"
+    return ""
+
+
+def _container_trouble(container: Mapping[str, Any]) -> str:
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    waiting: Mapping[str, Any] = state.get("waiting") or {}
+    reason = waiting.get("reason") or ""
+    if reason in _NO_IMAGE:
+        return f"has no image: {container.get('image')} cannot be pulled"
+    if reason in _NO_START:
+        return f"cannot be started: {waiting.get('message') or reason}".replace("{", "{{").replace("}", "}}")
+    ended: Mapping[str, Any] | None = state.get("terminated") or last.get("terminated")
+    if container.get("ready") or not container.get("restartCount") or not ended:
+        return ""
+    why = ended.get("reason") or "Error"
+    said = "" if why in ("Error", "Completed") else f" ({why})"
+    return (
+        f"ended with exit status {ended.get('exitCode')}{said} and is started again; "
+        "`kubectl logs {pod} --previous` says why"
+    )

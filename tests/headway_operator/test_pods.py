@@ -6,7 +6,7 @@ import pytest
 
 from headway_engine.protocol import MANAGEMENT_PORT
 from headway_operator.fleet import PodRef
-from headway_operator.pods import pod_ref, pods_of
+from headway_operator.pods import pod_ref, pods_of, trouble
 from support.fake_cluster import FakeCluster
 from support.resources import a_resource
 
@@ -77,3 +77,68 @@ async def test_only_the_resources_own_pods_are_found_in_order() -> None:
     for name, owner in (("chat-b", "chat"), ("chat-a", "chat"), ("other-a", "other")):
         cluster.put(a_pod(name, owner))
     assert [pod.name for pod in await pods_of(a_resource(), cluster)] == ["chat-a", "chat-b"]
+
+
+def a_container(ready: bool = False, **values: Any) -> dict[str, Any]:
+    return {"name": "engine", "image": "engine:1", "ready": ready, "restartCount": 0, "state": {}} | values
+
+
+def ended(code: int, reason: str = "Error") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason}}
+
+
+@pytest.mark.parametrize(
+    ("container", "says"),
+    [
+        (a_container(restartCount=3, lastState=ended(1)), "ended with exit status 1 and is started again"),
+        (a_container(restartCount=1, state=ended(1)), "ended with exit status 1"),
+        (a_container(restartCount=2, lastState=ended(137, "OOMKilled")), "exit status 137 (OOMKilled)"),
+        (
+            a_container(
+                restartCount=2, lastState=ended(1), state={"waiting": {"reason": "CrashLoopBackOff"}}
+            ),
+            "`kubectl logs chat-1 --previous` says why",
+        ),
+        (a_container(state={"waiting": {"reason": "ErrImagePull"}}), "engine:1 cannot be pulled"),
+        (a_container(state={"waiting": {"reason": "ImagePullBackOff"}}), "engine:1 cannot be pulled"),
+        (
+            a_container(
+                state={"waiting": {"reason": "CreateContainerConfigError", "message": 'no key {"a"}'}}
+            ),
+            'cannot be started: no key {"a"}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["containerStatuses", "initContainerStatuses"])
+def test_what_waiting_alone_does_not_mend_is_trouble(kind: str, container: dict[str, Any], says: str) -> None:
+    """A wrong model, too little memory, a wrong image, a Secret without the key."""
+    pod = a_pod(conditions=[], **{kind: [container]})
+    assert says in trouble(pod)
+    assert trouble(pod).startswith("pod chat-1: container engine ")
+    more = a_pod(conditions=[], **{kind: [container | {"restartCount": container["restartCount"] + 7}]})
+    if container["restartCount"]:
+        assert trouble(more) == trouble(pod), "a status that changes with every restart is written for ever"
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        a_container(),
+        a_container(state={"waiting": {"reason": "ContainerCreating"}}),
+        a_container(state={"waiting": {"reason": "PodInitializing"}}),
+        a_container(state={"running": {}}),
+        a_container(ready=True, restartCount=5, lastState=ended(1), state={"running": {}}),
+    ],
+)
+def test_a_pod_that_starts_or_serves_has_no_trouble(container: dict[str, Any]) -> None:
+    """Nor one that came back."""
+    assert trouble(a_pod(containerStatuses=[container])) == ""
+
+
+def test_a_pod_that_fits_on_no_node_is_told_of_and_never_asked() -> None:
+    """It has no address, and the scheduler's words name what is missing."""
+    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU left"}
+    found = pod_ref(a_pod(podIP="", phase="Pending", conditions=[waits]))
+    assert found is not None
+    assert (found.ready, found.address) == (False, "")
+    assert found.trouble == "pod chat-1 fits on no node: no GPU left"

@@ -165,6 +165,17 @@ def test_a_settled_deployment_that_meets_its_targets() -> None:
     assert from_status(status["tuning"]["state"]).cost == COST
 
 
+def test_what_ails_a_pod_is_told_where_nothing_serves() -> None:
+    """A wrong model shows in `kubectl describe infd`, and not as a start that never ends."""
+    pod = replace(a_pod(ready=False), trouble="pod chat-0: container engine ended")
+    none_ready = a_deployment(readyReplicas=0)
+    status = made(facts(deployment=none_ready, pods=(pod,), samples={}, observation=None, decision=None))
+    ready = next(c for c in status["conditions"] if c["type"] == "Ready")
+    assert (ready["status"], ready["reason"], ready["message"]) == ("False", "PodsFailing", pod.trouble)
+    starting = next(c for c in status["conditions"] if c["type"] == "Reconciling")
+    assert starting["message"] == f"0 of 1 replicas are ready; {pod.trouble}"
+
+
 def test_a_resource_just_created_is_reconciling_and_not_ready() -> None:
     status = made(facts(deployment=None, pods=(), samples={}, observation=None, decision=None))
     assert states(status)["Ready"] == "False"
