@@ -19,21 +19,13 @@ import msgspec
 
 from headway_engine import channel, config, logs
 from headway_engine.limits import clamp, differences
-from headway_engine.loop import Loop, Run, Scheduler
-from headway_engine.messages import Command, Died, Loading, Ready, Submit
+from headway_engine.loop import Inbox, Loop, Run, Scheduler
+from headway_engine.messages import Died, Loading, Ready
+from headway_engine.preparation import Prepare
 from headway_engine.protocol import Capacity, Limits, check_limits
-from headway_engine.sequence import Request
 from headway_engine.tenants import TenantPolicy
 
 log = logging.getLogger("headway.core")
-
-
-Prepare = Callable[[Request], None]
-"""What can be done for a request ahead of its first step, in the thread that receives it."""
-
-
-def _nothing_ahead(_: Request) -> None:
-    """For runners that need no preparation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class Core:
     scheduler: Scheduler
     run: Run
     ready: Ready
-    prepare: Prepare = _nothing_ahead
+    prepare: Prepare | None = None  # for requests with a grammar
 
 
 Load = Callable[[Callable[[str], None]], Core]
@@ -53,14 +45,13 @@ Load = Callable[[Callable[[str], None]], Core]
 def serve(sock: socket.socket, load: Load) -> int:
     """Load, then turn until told to stop; the exit status. Commands that come before Ready wait."""
     end = channel.CoreEnd(sock)
-    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    prepare: list[Prepare] = []  # filled with one when there is a model; nothing is submitted before
-    threading.Thread(target=_receive, args=(end, inbox, prepare), name="inbox", daemon=True).start()
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(end, inbox), name="inbox", daemon=True).start()
     try:
         core = load(lambda what: end.send(Loading(what)))
-        prepare.append(core.prepare)
         end.send(core.ready)
-        Loop(core.scheduler, core.run, end.send, limits=core.ready.limits, inbox=inbox).run()
+        limits = core.ready.limits
+        Loop(core.scheduler, core.run, end.send, limits=limits, inbox=inbox, prepare=core.prepare).run()
     except channel.ChannelClosed:
         log.warning(logs.fields("front-end-gone"))
     except Exception as error:
@@ -70,20 +61,15 @@ def serve(sock: socket.socket, load: Load) -> int:
     return 0
 
 
-def _receive(end: channel.CoreEnd, inbox: "queue.SimpleQueue[Command]", prepare: list[Prepare]) -> None:
+def _receive(end: channel.CoreEnd, inbox: Inbox) -> None:
     try:
         while True:
-            command = end.receive()
-            if isinstance(command, Submit):
-                for ahead in prepare:
-                    ahead(command.request)
-            inbox.put(command)
+            inbox.put(end.receive())
     except channel.ChannelClosed:
         # The front end is gone and nobody reads any more: do not finish loading, or the step.
         os._exit(0)
     except BaseException:
-        # Without a reader of commands no request would ever be heard of again. BaseException, because
-        # that is what a panic in a library written in Rust is.
+        # Without a reader of commands no request would ever be heard of again.
         log.exception(logs.fields("inbox-died"))
         os._exit(1)
 

@@ -29,8 +29,19 @@ from headway_engine.messages import (
     Stop,
     Submit,
 )
+from headway_engine.preparation import Prepare, Prepared, Preparer
 from headway_engine.protocol import Limits
-from headway_engine.sequence import Event, Rejected, Request, RequestId, SampledToken, SamplingParams, Step
+from headway_engine.sequence import (
+    Event,
+    Finished,
+    FinishReason,
+    Rejected,
+    Request,
+    RequestId,
+    SampledToken,
+    SamplingParams,
+    Step,
+)
 from headway_engine.stepcost import StepStatistics
 
 log = logging.getLogger("headway.core")
@@ -46,6 +57,8 @@ repeats a request which poisons its step would end the process."""
 PROBE_ID = "probe"
 
 Run = Callable[[Step], Mapping[RequestId, SampledToken]]
+
+Inbox = queue.SimpleQueue[Command | Prepared]
 
 
 class Pool(Protocol):
@@ -94,7 +107,8 @@ class Loop:
         report: Callable[[Report], None],
         *,
         limits: Limits,
-        inbox: "queue.SimpleQueue[Command] | None" = None,
+        inbox: Inbox | None = None,
+        prepare: Prepare | None = None,
         clock: Callable[[], float] = time.monotonic,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
@@ -102,7 +116,8 @@ class Loop:
         self._run = run
         self._report = report
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue() if inbox is None else inbox
+        self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
+        self._preparer = Preparer(prepare, self._inbox.put) if prepare else None
         self._events: list[Event] = []
         self._changed = False
         self._statistics = StepStatistics()
@@ -151,9 +166,9 @@ class Loop:
         self._report_step(step, now_s, seconds)
         return self._going_on(step, failed)
 
-    def _drained(self, wait_s: float | None) -> list[Command]:
+    def _drained(self, wait_s: float | None) -> list[Command | Prepared]:
         """All commands that are there; the first may be waited for."""
-        commands: list[Command] = []
+        commands: list[Command | Prepared] = []
         try:
             if wait_s is None or wait_s > 0:
                 commands.append(self._inbox.get(timeout=wait_s))
@@ -162,16 +177,23 @@ class Loop:
         except queue.Empty:
             return commands
 
-    def _apply(self, command: Command) -> None:
+    def _apply(self, command: Command | Prepared) -> None:
         now_s = self._clock()
         match command:
             case Submit(request=request):
-                outcome = self._scheduler.admit(request, now_s)
-                if isinstance(outcome, Rejected):
-                    self._report(Refused(rejected=outcome, gauges=self._gauges()))
+                if self._preparer and request.sampling.grammar:
+                    self._preparer.start(request)
                 else:
-                    self._changed = True
+                    self._admit(request, now_s)
+            case Prepared(id=request_id, failure=failure):
+                prepared = self._preparer.take(request_id) if self._preparer else None
+                if prepared and failure:
+                    self._note([Finished(request_id, FinishReason.ERROR, failure)])
+                elif prepared:
+                    self._admit(prepared, now_s)
             case Abort(id=request_id):
+                if self._preparer and self._preparer.take(request_id):
+                    self._note([Finished(request_id, FinishReason.ABORT)])
                 self._note(self._scheduler.abort(request_id, now_s))
                 self._changed = True
             case SetLimits(ticket=ticket, limits=wanted):
@@ -180,8 +202,18 @@ class Loop:
             case Drain():
                 self._scheduler.drain()
                 log.info(fields("draining", running=self._scheduler.running, waiting=self._scheduler.waiting))
+                # Not admitted yet, so refused like newcomers, and told so now.
+                for request in self._preparer.take_all() if self._preparer else ():
+                    self._admit(request, now_s)
             case Stop():  # handled by turn
                 raise AssertionError("Stop reached _apply")
+
+    def _admit(self, request: Request, now_s: float) -> None:
+        outcome = self._scheduler.admit(request, now_s)
+        if isinstance(outcome, Rejected):
+            self._report(Refused(rejected=outcome, gauges=self._gauges()))
+        else:
+            self._changed = True
 
     def _put_in_force(self, wanted: Limits) -> None:
         limits = successor(self.limits, wanted)

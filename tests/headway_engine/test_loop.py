@@ -42,7 +42,7 @@ POISON = 666
 class Bench:
     """A loop on a bench: everything it reports is in `reports`."""
 
-    def __init__(self, limits=LIMITS, warm_up_steps=0, run=None):
+    def __init__(self, limits=LIMITS, warm_up_steps=0, run=None, prepare=None):
         self.now_s = 0.0
         self.reports = []
         self.steps = []
@@ -53,6 +53,7 @@ class Bench:
             run or self.run,
             self.reports.append,
             limits=limits,
+            prepare=prepare,
             clock=lambda: self.now_s,
             warm_up_steps=warm_up_steps,
         )
@@ -64,8 +65,8 @@ class Bench:
             raise RuntimeError("out of luck")
         return {c.sequence.id: SampledToken(7) for c in step.chunks if c.samples}
 
-    def submit(self, id="a", prompt=(1, 2, 3), max_tokens=4, **changes):
-        sampling = SamplingParams(max_tokens=max_tokens)
+    def submit(self, id="a", prompt=(1, 2, 3), max_tokens=4, grammar="", **changes):
+        sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar)
         self.loop.post(
             Submit(Request(id=id, prompt=tuple(prompt), sampling=sampling, arrival_s=self.now_s, **changes))
         )
@@ -335,3 +336,103 @@ def test_the_mode_can_change_live():
     b.submit()
     b.turn(5)
     assert b.loop.limits.mode is BatchingMode.STATIC
+
+
+# Preparation.
+
+
+class SlowPreparation:
+    """Prepares nothing before it is let; every request that it was given is in `given`."""
+
+    def __init__(self):
+        self.given = []
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def __call__(self, request):
+        self.given.append(request.id)
+        self.begun.release()
+        assert self.go_on.acquire(timeout=30)
+        if request.sampling.grammar == "bad":
+            raise RuntimeError("no grammar was ever like this")
+
+
+def preparing(*ids, grammar="g"):
+    """A bench that has these requests, the first of them in the preparing thread."""
+    slow = SlowPreparation()
+    b = Bench(prepare=slow)
+    for id in ids:
+        b.submit(id, grammar=grammar)
+    b.turn()
+    assert slow.begun.acquire(timeout=30)
+    return b, slow
+
+
+def test_a_request_under_preparation_holds_nobody_up():
+    """Submits, cancels and limits that come later overtake it; it runs once it is prepared."""
+    b, slow = preparing("slow")
+    b.submit("b")
+    b.submit("c")
+    b.submit("d")
+    b.loop.post(Abort("d"))
+    b.loop.post(SetLimits(1, msgspec.structs.replace(LIMITS, max_batch_tokens=16)))
+    b.turn()
+    assert [c.sequence.id for c in b.steps[0].chunks] == ["b", "c"]
+    assert b.events("d") == [Finished("d", FinishReason.ABORT)]
+    assert [r.ticket for r in b.of_type(LimitsApplied)] == [1]
+    b.turn(9)
+    assert b.events("slow") == []
+    slow.go_on.release()
+    assert b.loop.turn(30.0)  # the end of the preparation wakes an idle loop
+    b.turn(9)
+    assert [type(e) for e in b.events("slow")] == [Started, *[TokenOut] * 4, Finished]
+
+
+def test_a_request_that_is_aborted_while_it_is_prepared_never_runs():
+    """Its end is reported at once; one that still waits for its turn is not even prepared."""
+    b, slow = preparing("a", "b", "c")
+    b.loop.post(Abort("a"))
+    b.loop.post(Abort("b"))
+    b.turn()
+    for id in ("a", "b"):
+        assert b.events(id) == [Finished(id, FinishReason.ABORT)]
+    slow.go_on.release(2)
+    while not b.events("c"):
+        assert b.loop.turn(30.0)
+    b.turn(9)
+    assert slow.given == ["a", "c"]
+    assert {c.sequence.id for step in b.steps for c in step.chunks} == {"c"}
+    assert [len(b.events(id)) for id in ("a", "b")] == [1, 1]
+    assert b.scheduler.pool.used_blocks == 0
+
+
+def test_a_drain_refuses_what_is_under_preparation_at_once():
+    """Nobody waits for a step that never comes, and the late end of the work changes nothing."""
+    b, slow = preparing("a", "b")
+    b.loop.post(Drain())
+    b.turn()
+    refused = [r.rejected for r in b.of_type(Refused)]
+    assert [(r.id, r.reason) for r in refused] == [(id, RejectReason.DRAINING) for id in ("a", "b")]
+    slow.go_on.release(2)
+    b.loop.turn(30.0)
+    assert len(b.of_type(Refused)) == 2
+    assert b.steps == []
+
+
+def test_a_preparation_that_fails_fails_its_request_alone():
+    """The thread lives on for the next request."""
+    b, slow = preparing("a", grammar="bad")
+    b.submit("b", grammar="good")
+    slow.go_on.release(2)
+    while not b.events("b"):
+        assert b.loop.turn(30.0)
+    (end,) = b.events("a")
+    assert end.reason is FinishReason.ERROR
+    assert "no grammar was ever like this" in end.message
+
+
+def test_stop_does_not_wait_for_a_preparation():
+    b, slow = preparing("a")
+    b.loop.post(Stop())
+    assert b.turn() is False
+    slow.go_on.release()
