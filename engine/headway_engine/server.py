@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -30,8 +30,12 @@ from headway_engine.reply import JSON, STALLED_READER_S, Reply
 from headway_engine.telemetry import Telemetry
 
 MAX_BODY_BYTES = 32 << 20
+INLINE_BODY_BYTES = 256 << 10
+"""Longer bodies are decoded in a thread: every stream would wait for them."""
+
 STARTING_RETRY_S = 5.0
 DRAINING_RETRY_S = 2.0
+T = TypeVar("T")
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -80,7 +84,7 @@ class Front:
             self.telemetry.turned_away()
             raise
         tenant = tenant_of(http, self.keys)
-        call = parse(await read_body(http))
+        call = await parsed(parse, await read_body(http))
         self.check_model(call.model)
         prompts = await encode_prompts(call, serving)
         requests, choices = build(call, prompts, serving, tenant=tenant, arrival_s=arrival_s)
@@ -130,6 +134,13 @@ async def read_body(http: HttpRequest) -> bytes:
     except ClientDisconnect as error:
         raise bad_request("the client left before its body was complete") from error
     return bytes(body)
+
+
+async def parsed(parse: Callable[[bytes], T], body: bytes) -> T:
+    """The body as `parse` understands it, without holding up everyone else for a large one."""
+    if len(body) <= INLINE_BODY_BYTES:
+        return parse(body)
+    return await asyncio.to_thread(parse, body)
 
 
 def tenant_of(http: HttpRequest, keys: KeyRing | None) -> str:
@@ -221,7 +232,7 @@ def public_app(front: Front) -> ASGIApp:
     async def tokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
-        body = openai.decode(await read_body(http), openai.TokenizeBody)
+        body = await parsed(partial(openai.decode, type=openai.TokenizeBody), await read_body(http))
         front.check_model(body.model)
         limit = serving.ready.capacity.max_model_tokens
         if (body.prompt is None) == (body.messages is None):
@@ -243,7 +254,7 @@ def public_app(front: Front) -> ASGIApp:
     async def detokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
-        body = openai.decode(await read_body(http), openai.DetokenizeBody)
+        body = await parsed(partial(openai.decode, type=openai.DetokenizeBody), await read_body(http))
         front.check_model(body.model)
         if any(id >= serving.tokeniser.vocab_size for id in body.tokens):
             raise bad_request("tokens: a token id is outside the vocabulary", "tokens")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.openai import ChatBody, CompletionBody
+from headway_engine.server import INLINE_BODY_BYTES, parsed
 from support import fake_engine
 from support.engine_server import engine_server, wait_until
 
@@ -319,6 +321,34 @@ def test_max_tokens_past_the_context_is_cut_and_says_length(client):
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (24, "length")
     chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 900}])
     assert chat.usage.total_tokens == fake_engine.CAPACITY.max_model_tokens
+
+
+async def test_only_large_bodies_leave_the_event_loop():
+    """A small one is not worth a thread; a large one would hold up every stream."""
+
+    def thread_of(body):
+        return threading.get_ident()
+
+    assert await parsed(thread_of, b" " * INLINE_BODY_BYTES) == threading.get_ident()
+    assert await parsed(thread_of, b" " * (INLINE_BODY_BYTES + 1)) != threading.get_ident()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_what_is_wrong_with_a_large_body_is_said_like_of_a_small_one(engine, path):
+    """The error comes out of the thread as the same 400."""
+    body = {"prompt": "a", "tokens": [1], "no_such_field": "x" * INLINE_BODY_BYTES}
+    answer = post(engine, path, {**body, "temperature": "hot"})
+    small = post(engine, path, {**body, "temperature": "hot", "no_such_field": "x"})
+    assert answer.status_code == small.status_code == 400
+    assert answer.json() == small.json()
+
+
+def test_a_large_body_that_is_good_is_answered(engine):
+    """Token ids of a prompt, with much space between them."""
+    ids = post(engine, "/tokenize", {"prompt": "abc"}).json()["tokens"]
+    body = json.dumps({"prompt": ids, "max_tokens": 5}) + " " * INLINE_BODY_BYTES
+    answer = httpx.post(engine.url + "/v1/completions", content=body, timeout=30)
+    assert answer.json()["choices"][0]["text"] == "defgh"
 
 
 def test_a_large_top_k_harms_nobody(client):
