@@ -35,7 +35,7 @@ class Evidence:
     steps: float = 0.0
     predicted_step_s: float | None = None
     attainment: float | None = None  # share of offered requests that met every target, last interval
-    offered: float | None = None
+    offered: float | None = None  # requests behind that share
     window_s: float = 0.0
     offered_per_s: float | None = None
     finished_per_s: float | None = None
@@ -79,10 +79,11 @@ def gather(
     )
     if seen is None or seen.elapsed_s <= 0:
         return evidence
+    share, judged = attainment(slo, seen)
     return replace(
         evidence,
-        attainment=_attainment(slo, seen),
-        offered=seen.arrivals,
+        attainment=share,
+        offered=judged,
         window_s=seen.elapsed_s,
         offered_per_s=_rate(seen.arrivals, seen),
         finished_per_s=_rate(seen.finished, seen),
@@ -112,22 +113,24 @@ def _target(
     )
 
 
-def _attainment(slo: Slo, seen: Observation) -> float | None:
-    """Share of offered requests that met every target, at most.
+def attainment(slo: Slo, seen: Observation) -> tuple[float | None, float | None]:
+    """Share of offered requests that met every target, at most, and how many it is a share of.
 
     Histograms do not tell which request missed what, so the worst target counts; refused requests are
-    misses. ITL is judged by the request's mean gap, the only per-request figure there is of it.
+    misses. ITL is judged by the request's mean gap, the only per-request figure there is of it. A request is
+    counted where its fate is known, which may be long after the interval in which it arrived.
     """
     refused = _sum(seen.rejected, seen.failed) or 0.0
     judged = ((seen.ttft, slo.ttft), (seen.tpot, slo.itl), (seen.e2e, slo.e2e))
     shares = []
+    served = 0.0
     for histogram, target in judged:
         if histogram is not None and target is not None and histogram.count > 0:
             shares.append(1 - exceedances(histogram, target.target_s).high / histogram.count)
             served = histogram.count
     if not shares:
-        return 0.0 if refused > 0 else None
-    return min(shares) * served / (served + refused)
+        return (0.0, refused) if refused > 0 else (None, None)
+    return min(shares) * served / (served + refused), served + refused
 
 
 def _sum(*values: float | None) -> float | None:
