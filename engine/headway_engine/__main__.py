@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from headway_engine import channel, config, logs
 from headway_engine.control import ControlError, control_app, decode_objectives
-from headway_engine.core_client import CoreClient
+from headway_engine.core_client import DRAINING_RETRY_S, CoreClient
 from headway_engine.core_process import tenant_policy
 from headway_engine.keys import KeyRing, KeysError
 from headway_engine.protocol import CONTROL_KEY_ENV, Objectives
@@ -127,7 +127,7 @@ async def drain(core: CoreClient, signals: Signals, timeout_s: float) -> None:
     await first_of(core.idle(), signals.second.wait(), core.gone.wait(), asyncio.sleep(timeout_s))
     if core.in_flight:
         log.warning(logs.fields("drain-cut-short", in_flight=core.in_flight))
-        core.end_all("the engine is shutting down")
+        core.cut_off("the engine is shutting down", "draining", DRAINING_RETRY_S)
 
 
 def listen(app: ASGIApp, host: str, port: int) -> Server:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -29,13 +30,29 @@ from headway_engine.messages import (
     Submit,
 )
 from headway_engine.protocol import Limits, Outcome
-from headway_engine.sequence import Event, Finished, FinishReason, Rejected, Request, RequestId, Started
+from headway_engine.sequence import Event, Finished, Rejected, Request, RequestId, Started
 from headway_engine.telemetry import Telemetry
 from headway_engine.text import Tokeniser
 
 log = logging.getLogger("headway.front")
 
-News = Event | Rejected
+DRAINING_RETRY_S = 2.0
+STARTING_RETRY_S = 5.0
+GONE = "the engine has stopped and is started anew"
+"""What a client hears of a lost core; why it was lost is for the log and for /readyz."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """The request ends unanswered because the engine ends: it would do well to be sent again."""
+
+    id: RequestId
+    message: str
+    code: str
+    retry_after_s: float
+
+
+News = Event | Rejected | CutOff
 
 
 class Phase(Enum):
@@ -131,7 +148,7 @@ class CoreClient:
             self._unstarted.add(request.id)
         self._idle.clear()
         if self.phase is Phase.GONE:
-            self.end_all(self.doing)
+            self._cut_off_gone()
             return
         for request in requests:
             self._send(Submit(request))
@@ -187,11 +204,14 @@ class CoreClient:
         """Wait until nothing is in flight, and every answer has been handed over."""
         await self._idle.wait()
 
-    def end_all(self, message: str) -> None:
+    def cut_off(self, message: str, code: str, retry_after_s: float) -> None:
         """Give every open request its end, as failed, with words for the client."""
         for id, box in list(self._boxes.items()):
             self.end(id, Outcome.FAILED)
-            box.put(Finished(id, FinishReason.ERROR, message))
+            box.put(CutOff(id, message, code, retry_after_s))
+
+    def _cut_off_gone(self) -> None:
+        self.cut_off(GONE, "engine_gone", STARTING_RETRY_S)
 
     def lose(self, message: str) -> None:
         """The core is gone: everyone who waits for it hears so."""
@@ -201,7 +221,7 @@ class CoreClient:
         self.doing = why = self._last_words or message
         if not self._stopping:
             log.error(fields("core-gone", reason=why, in_flight=self.in_flight))
-        self.end_all(why)
+        self._cut_off_gone()
         self._telemetry.core_gone()
         for answer in self._tickets.values():
             if not answer.done():

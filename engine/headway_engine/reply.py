@@ -5,6 +5,7 @@ reading, or failed with the core. In each the core is told and the counters agre
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -13,11 +14,14 @@ from starlette.types import Receive, Scope, Send
 
 from headway_engine import answers
 from headway_engine.answers import ApiError, Head, bad_request
-from headway_engine.core_client import CoreClient, Mailbox, News
+from headway_engine.core_client import CoreClient, CutOff, Mailbox, News
 from headway_engine.generation import Choice, Usage, usage
+from headway_engine.logs import fields
 from headway_engine.openai import Call
 from headway_engine.protocol import Outcome
 from headway_engine.sequence import Finished, FinishReason, Rejected, RejectReason, Request
+
+log = logging.getLogger("headway.front")
 
 JSON = "application/json"
 STALLED_READER_S = 60.0
@@ -131,6 +135,8 @@ class Reply(Response):
         for item in news:
             if isinstance(item, Rejected):
                 raise refusal(item)
+            if isinstance(item, CutOff):
+                raise ApiError(503, item.message, code=item.code, retry_after_s=item.retry_after_s)
             choice = self._choices[item.id]
             if choice.done:
                 continue
@@ -184,4 +190,7 @@ def failure(finished: Finished) -> ApiError:
     if finished.reason is FinishReason.TIMEOUT:
         message = finished.message or "the request waited longer than the queue timeout"
         return ApiError(429, message, code="queue_timeout", retry_after_s=1.0)
-    return ApiError(500, finished.message or "the engine gave the request up", code=str(finished.reason))
+    # What an exception says is for us; the id leads the client's report to the line of the log.
+    log.error(fields("request-failed", id=finished.id, reason=finished.reason, error=finished.message))
+    message = f"the engine failed to compute this request (request id {finished.id})"
+    return ApiError(500, message, code=str(finished.reason))

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway_engine import answers, openai
 from headway_engine.answers import ApiError, bad_request
-from headway_engine.core_client import CoreClient, Phase
+from headway_engine.core_client import DRAINING_RETRY_S, GONE, STARTING_RETRY_S, CoreClient, Phase
 from headway_engine.keys import KeyRing
 from headway_engine.openai import Call
 from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
@@ -33,8 +33,6 @@ MAX_BODY_BYTES = 32 << 20
 INLINE_BODY_BYTES = 256 << 10
 """Longer bodies are decoded in a thread: every stream would wait for them."""
 
-STARTING_RETRY_S = 5.0
-DRAINING_RETRY_S = 2.0
 T = TypeVar("T")
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -69,6 +67,8 @@ class Front:
             raise ApiError(
                 503, "the engine is shutting down", code="draining", retry_after_s=DRAINING_RETRY_S
             )
+        if core.phase is Phase.GONE:
+            raise ApiError(503, GONE, code="engine_gone", retry_after_s=STARTING_RETRY_S)
         if core.phase is not Phase.READY or not (core.ready and core.tokeniser and core.limits):
             raise ApiError(
                 503, f"the engine is not ready: {core.doing}", code="starting", retry_after_s=STARTING_RETRY_S

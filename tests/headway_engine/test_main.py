@@ -102,9 +102,10 @@ def test_a_drain_that_is_cut_short_still_answers_everyone(tmp_path, how):
             engine.process.send_signal(signal.SIGTERM)
         error = json.loads(stream.finish().rstrip().rsplit("data: ", 1)[1])["error"]
         assert "shutting down" in error["message"]
+        assert error["code"] == "draining"
         assert "[DONE]" not in stream.text
         assert "shutting down" in whole.finish()
-        assert whole.status == 500
+        assert whole.status == 503
         assert engine.process.wait(30) == 0
 
 
@@ -116,10 +117,12 @@ def test_killing_the_core_answers_open_requests_and_ends_the_engine(tmp_path):
         assert stream.begun.wait(30)
         wait_until(lambda: engine.metrics()["headway_requests_running"] == 2, "both run")
         os.kill(engine.core_pid, signal.SIGKILL)
-        assert "error" in stream.finish().rstrip().rsplit("data: ", 1)[1]
-        assert "ended unexpectedly" in whole.finish()
-        assert whole.status == 500
+        error = json.loads(stream.finish().rstrip().rsplit("data: ", 1)[1])["error"]
+        assert error["code"] == "engine_gone"
+        assert "started anew" in whole.finish()
+        assert whole.status == 503
         assert engine.process.wait(30) == 1
+        assert "ended unexpectedly" in engine.log()
         assert "core-gone" in engine.log()
 
 

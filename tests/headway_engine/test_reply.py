@@ -1,6 +1,9 @@
 """One call on its way through the core: slow readers, stalled ones, and those who leave."""
 
 import asyncio
+import json
+
+import pytest
 
 from headway_engine.messages import Abort, Submit
 from headway_engine.protocol import Outcome
@@ -99,13 +102,80 @@ async def test_a_client_that_leaves_while_waiting_is_forgotten_at_once():
 async def test_requests_submitted_to_a_lost_core_end_at_once():
     """The core may die between the check and the submit."""
     b = Bench()
-    b.core.lose("gone")
+    b.core.lose("RuntimeError: secret")
+    start, body = await answered(b.reply(stream=False))
+    assert start["status"] == 503
+    assert b"engine_gone" in body["body"]
+    assert b.telemetry.outcomes_total[Outcome.FAILED] == 1
+
+
+async def answered(reply, *steps):
+    """What a reply sends until it is over, with some steps on the way."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    await asyncio.wait_for(b.reply(stream=False)({}, never, send), 10)
-    assert sent[0]["status"] == 500
-    assert b"gone" in sent[1]["body"]
-    assert b.telemetry.outcomes_total[Outcome.FAILED] == 1
+    replying = asyncio.ensure_future(reply({}, never, send))
+    for step in steps:
+        await settle()
+        await step()
+    await asyncio.wait_for(replying, 10)
+    return sent
+
+
+def end_of_the_engine(core, how):
+    """The code that everyone hears."""
+    if how == "drain":
+        core.cut_off("the engine is shutting down", "draining", 2.0)
+        return "draining"
+    core.lose("RuntimeError: secret")
+    return "engine_gone"
+
+
+@pytest.mark.parametrize("how", ["drain", "lost core"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_ends_with_the_engine_is_worth_sending_again(how, stream):
+    """503 with Retry-After, also for a stream that has not begun; not a word of what broke inside."""
+    b = Bench()
+    codes = []
+
+    async def end():
+        codes.append(end_of_the_engine(b.core, how))
+
+    start, body = await answered(b.reply(stream=stream), end)
+    assert start["status"] == 503
+    assert int(dict(start["headers"])[b"retry-after"]) >= 1
+    assert [json.loads(body["body"])["error"]["code"]] == codes
+    assert b"secret" not in body["body"]
+
+
+@pytest.mark.parametrize("how", ["drain", "lost core"])
+async def test_a_stream_that_ends_with_the_engine_gets_an_event_with_the_same_code(how):
+    b = Bench()
+    codes = []
+
+    async def begin():
+        await b.report(Started("a", 0), TokenOut("a", ord("x")))
+
+    async def end():
+        codes.append(end_of_the_engine(b.core, how))
+
+    *_, last = await answered(b.reply(), begin, end)
+    error = json.loads(last["body"].removeprefix(b"data: "))["error"]
+    assert ([error["code"]], error["type"]) == (codes, "server_error")
+    assert b"secret" not in last["body"]
+
+
+async def test_what_an_exception_said_is_for_the_log_and_not_for_the_client(caplog):
+    """The client gets the id that leads to the line of the log."""
+    b = Bench()
+
+    async def fail():
+        await b.report(Finished("a", FinishReason.ERROR, "RuntimeError: secret"))
+
+    start, body = await answered(b.reply(stream=False), fail)
+    assert start["status"] == 500
+    message = json.loads(body["body"])["error"]["message"]
+    assert message == "the engine failed to compute this request (request id a)"
+    assert 'request-failed id=a reason=error error="RuntimeError: secret"' in caplog.text
