@@ -84,8 +84,11 @@ A Kubernetes {options.lane} control plane is running; pods are processes of this
   kubectl apply -f examples/quickstart.yaml
   kubectl get infd --watch
   kubectl get --raw /api/v1/namespaces/default/services/chat:http/proxy/v1/models
+  echo '{{"model": "chat", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}' |
+    kubectl create --raw /api/v1/namespaces/default/services/chat:http/proxy/v1/chat/completions -f -
 
-Logs and volumes of pods: {plane.folder}/pods. Ctrl-C ends everything.
+kubectl logs, exec and port-forward do not work here. Logs and volumes of pods: {plane.folder}/pods.
+Ctrl-C ends everything.
 """,
             flush=True,
         )
