@@ -19,6 +19,12 @@ PAGED = "headway_paged"
 PROBE = "headway_probe"
 
 
+def gather_cap_bytes(device: torch.device) -> int:
+    """How much of a layer's keys and values the decodes of PaddedBatch copy at a time, unless one context
+    alone is more. Few large copies keep an accelerator busy; a CPU has no use for more than its cache."""
+    return (32 if device.type == "cpu" else 256) << 20
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Heads and widths of one layer's keys and values."""
@@ -46,6 +52,8 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         self.block_tokens = block_tokens
+        # Of the largest layer.
+        self.block_bytes = block_tokens * max((s.bytes_per_token(dtype) for s in shapes), default=0)
         self.keys = [_zeros((blocks, s.heads, block_tokens, s.key_width), dtype, device) for s in shapes]
         self.values = [_zeros((blocks, s.heads, block_tokens, s.value_width), dtype, device) for s in shapes]
 
@@ -66,6 +74,15 @@ class PrefillChunk:
     blocks: torch.Tensor  # [ceil((start + length) / block_tokens)]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeSlice:
+    """Decodes of about the same context, few enough for their copied contexts to be small."""
+
+    rows: torch.Tensor  # [decodes] rows of the step
+    tables: torch.Tensor  # [decodes, blocks] padded with the row's first block
+    mask: torch.Tensor  # [decodes, 1, 1, blocks * block_tokens], true where there is context
+
+
 class PagedBatch(Protocol):
     """Whose tokens a step holds, and a way to attend with them."""
 
@@ -83,21 +100,13 @@ class PagedBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Attention by torch alone: decodes padded to the longest in one call, chunks one by one.
-
-    The first `decodes` rows are one token each of as many sequences.
-    """
+    """Attention by torch alone: decodes slice by slice, padded to the slice's longest; chunks one by one."""
 
     cache: KeyValueCache
     row_blocks: torch.Tensor  # [tokens] block that takes each token's keys and values
     row_offsets: torch.Tensor  # [tokens] place inside that block
-    decode_tables: torch.Tensor  # [decodes, blocks] padded with the row's first block
-    decode_mask: torch.Tensor  # [decodes, 1, 1, blocks * block_tokens], true where there is context
+    decodes: tuple[DecodeSlice, ...]
     prefills: tuple[PrefillChunk, ...]
-
-    @property
-    def decodes(self) -> int:
-        return self.decode_tables.shape[0]
 
     def attend(
         self,
@@ -111,18 +120,19 @@ class PaddedBatch:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.row_blocks, :, self.row_offsets] = key[0].transpose(0, 1).to(keys.dtype)
         values[self.row_blocks, :, self.row_offsets] = value[0].transpose(0, 1).to(values.dtype)
-        heads, tokens = query.shape[1], query.shape[2]
+        _, heads, tokens, width = query.shape
         grouped = heads != keys.shape[1]
         out = query.new_empty((tokens, heads, values.shape[-1]))
-        if decodes := self.decodes:
-            out[:decodes] = sdpa(
-                query[0, :, :decodes].transpose(0, 1).unsqueeze(2),
-                _gather(keys, self.decode_tables),
-                _gather(values, self.decode_tables),
-                attn_mask=self.decode_mask,
+        for part in self.decodes:
+            # The heads that share keys stand as so many queries, or sdpa might repeat the keys for each.
+            attended = sdpa(
+                query[0, :, part.rows].transpose(0, 1).reshape(len(part.rows), keys.shape[1], -1, width),
+                _gather(keys, part.tables),
+                _gather(values, part.tables),
+                attn_mask=part.mask,
                 scale=scaling,
-                enable_gqa=grouped,
-            ).squeeze(2)
+            )
+            out[part.rows] = attended.reshape(len(part.rows), heads, -1)
         for chunk in self.prefills:
             rows = slice(chunk.first_row, chunk.first_row + chunk.length)
             if chunk.start == 0:
@@ -190,25 +200,21 @@ def make_batch(
     decodes: Seq[tuple[int, Seq[int]]],  # (context with this token, block table)
     prefills: Seq[tuple[int, int, Seq[int]]],  # (start, length, block table)
     device: torch.device,
+    gather_cap: int | None = None,
 ) -> PaddedBatch:
-    """The batch of one step: first the decodes in order, then the prefill chunks in order."""
+    """The batch of one step: first the decodes in order, then the prefill chunks in order.
+
+    `gather_cap`: bytes of a layer that decodes copy at a time; gather_cap_bytes of the device if not given.
+    """
     size = cache.block_tokens
     blocks: list[np.ndarray[Any, Any]] = []
     positions: list[np.ndarray[Any, Any]] = []
-    longest = max((context for context, _ in decodes), default=0)
-    width = math.ceil(longest / size)
-    tables = np.zeros((len(decodes), width), dtype=np.int64)
-    for row, (context, table) in enumerate(decodes):
-        used = math.ceil(context / size)
-        tables[row, used:] = table[0]  # its own: what is no number in one sequence stays there
-        tables[row, :used] = table[:used]
     if decodes:
-        contexts = np.array([context for context, _ in decodes], dtype=np.int64)
-        positions.append(contexts - 1)
-        blocks.append(tables[np.arange(len(decodes)), (contexts - 1) // size])
-        mask = np.arange(width * size)[None, :] < contexts[:, None]
-    else:
-        mask = np.zeros((0, 0), dtype=np.bool_)
+        last = np.array([context - 1 for context, _ in decodes], dtype=np.int64)
+        positions.append(last)
+        blocks.append(np.array([table[at // size] for at, (_, table) in zip(last, decodes, strict=True)]))
+    cap = gather_cap_bytes(device) if gather_cap is None else gather_cap
+    groups = slices([math.ceil(context / size) for context, _ in decodes], cap // cache.block_bytes)
     chunks: list[PrefillChunk] = []
     first_row = len(decodes)
     for start, length, table in prefills:
@@ -223,9 +229,39 @@ def make_batch(
         cache=cache,
         row_blocks=torch.from_numpy(np.concatenate(blocks)).to(device),
         row_offsets=torch.from_numpy(place % size).to(device),
-        decode_tables=torch.from_numpy(tables).to(device),
-        decode_mask=torch.from_numpy(mask).to(device)[:, None, None, :],
+        decodes=tuple(_decode_slice(rows, decodes, size, device) for rows in groups),
         prefills=tuple(chunks),
+    )
+
+
+def slices(widths: Seq[int], most_blocks: int) -> list[list[int]]:
+    """Rows in groups, by width in blocks: a group padded to its widest row has at most `most_blocks`, or is
+    one row."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(widths)), key=lambda row: widths[row]):
+        if groups and (len(groups[-1]) + 1) * widths[row] <= most_blocks:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _decode_slice(
+    rows: list[int], decodes: Seq[tuple[int, Seq[int]]], size: int, device: torch.device
+) -> DecodeSlice:
+    contexts = np.array([decodes[row][0] for row in rows], dtype=np.int64)
+    width = math.ceil(contexts.max() / size)
+    tables = np.zeros((len(rows), width), dtype=np.int64)
+    for place, row in enumerate(rows):
+        context, table = decodes[row]
+        used = math.ceil(context / size)
+        tables[place, used:] = table[0]  # its own: what is no number in one sequence stays there
+        tables[place, :used] = table[:used]
+    mask = np.arange(width * size)[None, :] < contexts[:, None]
+    return DecodeSlice(
+        rows=torch.tensor(rows, device=device),
+        tables=torch.from_numpy(tables).to(device),
+        mask=torch.from_numpy(mask).to(device)[:, None, None, :],
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from headway_engine.attention import LayerShape
+from headway_engine.attention import LayerShape, gather_cap_bytes
 from headway_engine.config import EngineConfig
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
@@ -45,12 +45,13 @@ def plan(
         reason = f"--kv-blocks is {config.kv_blocks}"
     else:
         share = (memory.free_bytes + model.weight_bytes) * config.kv_memory_percent // 100
-        budget = share - model.weight_bytes - step_bytes(config, model)
+        largest_step = step_bytes(config, model, shapes)
+        budget = share - model.weight_bytes - largest_step
         blocks = min(useful, max(0, budget) // block_bytes)
         reason = (
             f"{memory.source} leaves {max(0, budget) / _GIB:.2f} GiB for keys and values at "
             f"kvCache.memoryPercent {config.kv_memory_percent}, after {model.weight_bytes / _GIB:.2f} GiB "
-            f"of weights and {step_bytes(config, model) / _GIB:.2f} GiB for the largest step"
+            f"of weights and {largest_step / _GIB:.2f} GiB for the largest step"
         )
     if blocks < blocks_of_context:
         if config.max_model_len or blocks < 1:
@@ -69,7 +70,7 @@ def plan(
     )
 
 
-def step_bytes(config: EngineConfig, model: LoadedModel) -> int:
+def step_bytes(config: EngineConfig, model: LoadedModel, shapes: Mapping[int, LayerShape]) -> int:
     """A bound, on the safe side, of what the largest step allocates beside the cache."""
     text = model.config
     hidden = int(getattr(text, "hidden_size", 0) or 0)
@@ -78,7 +79,24 @@ def step_bytes(config: EngineConfig, model: LoadedModel) -> int:
     per_token = (8 * hidden + 3 * inner) * model.dtype.itemsize
     per_row = vocab * (model.dtype.itemsize + 3 * 4)  # logits, and their float32 copies while sampling
     tokens = config.capacity_max_batch_tokens
-    return tokens * per_token + min(tokens, config.capacity_max_batch_sequences) * per_row
+    rows = min(tokens, config.capacity_max_batch_sequences)
+    return tokens * per_token + rows * per_row + gather_bytes(rows, config, model, shapes)
+
+
+def gather_bytes(
+    rows: int, config: EngineConfig, model: LoadedModel, shapes: Mapping[int, LayerShape]
+) -> int:
+    """What attention by torch alone copies of a layer's keys and values at a time.
+
+    Nobody knows yet whether kernels that copy nothing can be built; on a CPU it is little. One context that
+    alone is more than the cap is left to the spare memory.
+    """
+    token = max((shape.bytes_per_token(model.dtype) for shape in shapes.values()), default=0)
+    size = config.kv_block_tokens
+    context = -(-model.max_model_tokens // size) * size * token
+    copied = min(rows * context, gather_cap_bytes(model.device))
+    # While blocks are put in order they are there twice; while attention computes, also as float32.
+    return copied + max(copied, copied * 4 // model.dtype.itemsize)
 
 
 def free_memory(device: torch.device) -> Memory:

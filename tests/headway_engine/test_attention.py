@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_engine.attention import KeyValueCache, LayerShape, make_batch, paged_attention
+from headway_engine.attention import KeyValueCache, LayerShape, make_batch, paged_attention, slices
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,7 @@ cases = st.tuples(
     st.sampled_from([(4, 2), (4, 4), (6, 1), (8, 2)]),  # heads, kv_heads
     st.sampled_from([4, 8, 12, 64]),  # width
     st.sampled_from([1, 3, 16]),  # block size
+    st.sampled_from([None, 0, 2_000, 20_000]),  # bytes copied at a time for decodes
     st.integers(0, 10_000),
 ).filter(lambda case: bool(case[0] or case[1]))
 
@@ -47,7 +48,7 @@ cases = st.tuples(
 @given(case=cases)
 def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_context(case: Any) -> None:
     """Every row equals plain attention over its own sequence; neighbours and stale blocks never show."""
-    contexts, chunks, (heads, kv_heads), width, size, seed = case
+    contexts, chunks, (heads, kv_heads), width, size, gather_cap, seed = case
     torch.manual_seed(seed)
     spans = [(context - 1, 1) for context in contexts] + chunks
     needed = [-(-(start + length) // size) for start, length in spans]
@@ -68,6 +69,7 @@ def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_context(case: Any)
         [(context, tables[i]) for i, context in enumerate(contexts)],
         [(s, n, tables[len(contexts) + i]) for i, (s, n) in enumerate(chunks)],
         CPU,
+        gather_cap,
     )
     queries = [torch.randn(n, heads, width) for _, n in spans]
     fresh_keys = torch.cat([k[s:] for (s, _), (k, _) in zip(spans, everything, strict=True)])
@@ -85,6 +87,28 @@ def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_context(case: Any)
         [plain(q, k, v, s, 0.3) for q, (k, v), (s, _) in zip(queries, everything, spans, strict=True)]
     )
     torch.testing.assert_close(out[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 200))
+def test_slices_hold_every_row_once_and_stay_under_the_cap(widths: list[int], most: int) -> None:
+    """Padding counts: the widest row of a slice is the width of all. A row alone may be more than the cap."""
+    groups = slices(widths, most)
+    assert sorted(row for group in groups for row in group) == list(range(len(widths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(widths[row] for row in group) <= most
+    in_order = [widths[row] for group in groups for row in group]
+    assert in_order == sorted(in_order)  # like goes with like, or short rows would be padded to long ones
+
+
+def test_one_long_context_does_not_pad_the_short_ones_past_the_cap() -> None:
+    """31 rows of one block and one of 1000: what is copied at a time stays small."""
+    shape = LayerShape(2, 8, 8)
+    cache = KeyValueCache([shape, LayerShape(1, 4, 4)], 1100, 4, torch.float32, CPU)
+    cap = 1000 * cache.block_bytes
+    decodes = [(4, [i]) for i in range(31)] + [(4000, list(range(31, 1031)))]
+    batch = make_batch(cache, decodes, [], CPU, cap)
+    assert cache.block_bytes == 4 * shape.bytes_per_token(torch.float32)
+    assert [tuple(part.tables.shape) for part in batch.decodes] == [(31, 1), (1, 1000)]
 
 
 def test_padding_of_short_contexts_reads_no_rubbish() -> None:

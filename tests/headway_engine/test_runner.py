@@ -1,5 +1,6 @@
 """The runner's edges: threads and grad mode, failed steps, refusals, capacity, the real model."""
 
+import dataclasses
 import math
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headway_engine import capacity as capacity_plan
-from headway_engine.attention import LayerShape
+from headway_engine.attention import LayerShape, gather_cap_bytes
 from headway_engine.capacity import Memory, cgroup_free_bytes, plan
 from headway_engine.model import ModelError, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
@@ -149,13 +150,25 @@ def test_capacity_never_exceeds_memory_nor_use() -> None:
     config = tiny_models.engine_config(kv_blocks=0, kv_memory_percent=50)
     block = 4 * 2 * 2 * (8 + 8) * 4  # tokens, layers, heads, key and value width, bytes
     previous = 0
-    for mib in (1, 2, 4, 8, 64):
+    for mib in (2, 3, 4, 8, 64):
         found = plan(config, model, shapes, Memory(mib << 20, "a test"))
         assert found.kv_blocks >= previous
-        used = found.kv_blocks * block + model.weight_bytes + capacity_plan.step_bytes(config, model)
+        used = found.kv_blocks * block + model.weight_bytes + capacity_plan.step_bytes(config, model, shapes)
         assert used <= ((mib << 20) + model.weight_bytes) // 2
         previous = found.kv_blocks
     assert previous == 16 * 25  # 16 sequences of ceil(97 / 4) blocks
+
+
+def test_capacity_leaves_room_for_the_contexts_that_decodes_copy() -> None:
+    """No more than there can be, and no more than the cap; in bfloat16 with float32 copies beside it."""
+    config = tiny_models.engine_config()
+    model = tiny_models.fresh("llama")
+    contexts = 16 * 25 * 4 * 2 * (8 + 8) * 4  # sequences, blocks, tokens, heads, width, bytes
+    assert capacity_plan.gather_bytes(16, config, model, layer_shapes(model)) == 2 * contexts
+    wide = {0: LayerShape(1024, 128, 128)}
+    assert capacity_plan.gather_bytes(16, config, model, wide) == 2 * gather_cap_bytes(model.device)
+    half = dataclasses.replace(model, dtype=torch.bfloat16)
+    assert capacity_plan.gather_bytes(16, config, half, wide) == 3 * gather_cap_bytes(model.device)
 
 
 def test_too_little_memory_for_one_sequence_is_refused_with_numbers() -> None:
