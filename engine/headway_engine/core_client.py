@@ -110,7 +110,7 @@ class CoreClient:
         self._last_words = ""  # why the core ended, when it could say so itself
         self._idle = asyncio.Event()
         self._idle.set()
-        self._progress_s = clock()  # the last report, or the moment when there was something to wait for
+        self._owed_since_s: float | None = None  # since when the core owes a report; None: it owes none
 
     @property
     def in_flight(self) -> int:
@@ -122,8 +122,11 @@ class CoreClient:
         return len(self._unstarted)
 
     def stalled_s(self) -> float:
-        """How long requests have been pending without any report from the core; 0 when nothing is pending."""
-        return self._clock() - self._progress_s if self._boxes else 0.0
+        """How long the core has owed a report: requests are pending, or their aborts; 0 when it owes none.
+
+        Clients that give up do not stop this clock: a core that hangs would otherwise look idle.
+        """
+        return 0.0 if self._owed_since_s is None else self._clock() - self._owed_since_s
 
     async def run(self, end: FrontEnd) -> None:
         """Read reports until the core is gone."""
@@ -140,8 +143,8 @@ class CoreClient:
 
     def submit(self, requests: Sequence[Request], box: Mailbox) -> None:
         """Hand requests to the core; the mailbox gets all that comes of them."""
-        if not self._boxes:
-            self._progress_s = self._clock()
+        if self._owed_since_s is None:
+            self._owed_since_s = self._clock()
         for request in requests:
             self._telemetry.arrived(request)
             self._boxes[request.id] = box
@@ -230,7 +233,6 @@ class CoreClient:
 
     async def _take(self, report: Report) -> None:
         now_s = self._clock()
-        self._progress_s = now_s
         match report:
             case StepReport():
                 self._telemetry.record(report, now_s)
@@ -252,6 +254,7 @@ class CoreClient:
             case Died(message=message):
                 log.error(fields("core-died", error=message))
                 self._last_words = message
+        self._owed_since_s = now_s if self._boxes else None
 
     async def _become_ready(self, ready: Ready) -> None:
         self.doing = "loading the tokenizer"

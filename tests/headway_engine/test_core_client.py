@@ -53,6 +53,22 @@ async def test_stall_is_measured_from_the_last_report_or_from_the_first_pending_
     reply.cancel()
 
 
+async def test_clients_that_give_up_do_not_make_a_hung_core_look_idle():
+    """Each gives up before the stall limit and the next comes later; the clock runs from the first."""
+    b = Bench()
+    for _ in range(3):
+        reply = asyncio.ensure_future(b.reply()({}, never, lambda m: settle()))
+        await settle()
+        b.now_s += 20.0
+        reply.cancel()
+        await settle()
+        assert b.core.in_flight == 0
+        b.now_s += 5.0
+    assert b.core.stalled_s() == 75.0
+    await b.report()
+    assert b.core.stalled_s() == 0.0, "the core has caught up"
+
+
 async def test_idle_comes_back_when_the_last_request_ends():
     """What a drain waits for."""
     b = Bench()
