@@ -302,6 +302,8 @@ def _container(resource: Resource, images: Images) -> dict[str, Any]:
         "name": "engine",
         "image": resource.runtime.image or images.engine,
         "imagePullPolicy": images.pull_policy,
+        # `kubectl describe pod` then shows the engine's last words when it could not start.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "args": _arguments(resource, table),
         "env": _environment(resource, table),
         "ports": [
