@@ -218,6 +218,9 @@ def conclude(session: Session, act: Act, suited: Suited) -> None:
     after = [r for r in act.records if r.due_s >= act.released_s + SETTLE_S]
     end_s = max((r.due_s + r.answer.e2e_s for r in act.records), default=0.0)
     whole = report.summarise(act.records, act.slo, max(end_s, 1.0))
+    # First, since it decides how to read the table.
+    if slower := slowdown(session, suited):
+        session.console.print(f"    {slower}", markup=False)
     session.console.print(
         comparison(
             act,
@@ -228,8 +231,6 @@ def conclude(session: Session, act: Act, suited: Suited) -> None:
     )
     for line in decisions(session):
         session.console.print(f"    {line}", markup=False)
-    if slower := slowdown(session, suited):
-        session.console.print(f"    {slower}", markup=False)
     if whole.client_too_slow:
         session.console.print(
             "    Requests left late: this machine was too busy to send them on time. Read with care",
@@ -249,7 +250,7 @@ def slowdown(session: Session, suited: Suited) -> str:
         return ""
     return (
         f"A prompt token took {times:.1f} times as long in the end as when this machine was measured: other "
-        "programs use it. The targets were chosen for the faster one"
+        "programs use it. The targets were chosen for the faster one, so the two columns below do not compare"
     )
 
 

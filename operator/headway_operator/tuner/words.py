@@ -19,7 +19,7 @@ def step_in_words(cost: StepCost, decode_sequences: float, kv_per_sequence: floa
     """The model at a working point: `Step = 7.1 ms + 33 us x prefill tokens + 3.4 ms for 61 sequences`."""
     decode_s = decode_sequences * (cost.per_decode_s + cost.per_kv_token_s * kv_per_sequence)
     words = f"Step = {span(cost.base_s)} + {span(cost.per_prefill_token_s)} x prefill tokens"
-    if decode_sequences >= 0.5:
+    if decode_sequences >= 0.5 and decode_s > 0:
         words += f" + {span(decode_s)} for {decode_sequences:.0f} sequences"
     if overhead_s > 0.02 * (cost.base_s + decode_s):
         words += f" + {span(overhead_s)} between steps"
