@@ -322,7 +322,7 @@ def _history(decision: Decision | None, facts: Facts, old: Sequence[Json]) -> li
         "time": stamp(datetime.fromtimestamp(decision.at_s, UTC)),
         "verdict": decision.verdict.value,
         "reason": _one_word(decision.verdict),
-        "message": decision.reason[:SENTENCE],
+        "message": _why(decision)[:SENTENCE],
         "changes": [_change(change) for change in decision.changes],
     }
     latest = entries[0] if entries else {}
@@ -345,6 +345,13 @@ def _one_word(verdict: Verdict) -> str:
         Verdict.REVERT: "RolledBack",
         Verdict.FALL_BACK: "MetricsLost",
     }[verdict]
+
+
+def _why(decision: Decision) -> str:
+    """Why the limits moved: the user's edits in their own words, then the tuner's reason if it moved any."""
+    edits = [f"{c.parameter} {c.old} -> {c.new}: {c.why}" for c in decision.changes if c.edited]
+    tuned = [decision.reason] if len(edits) < len(decision.changes) else []
+    return "; ".join(edits + tuned)
 
 
 def _change(change: Change) -> Json:

@@ -54,6 +54,10 @@ def a_pod(name: str = "chat-0", *, ready: bool = True) -> PodRef:
     return PodRef(name, "10.0.0.1", 8001, ready)
 
 
+EDITED = Change("maxBatchTokens", 512, 601, "spec.batching was edited", edited=True)
+TUNED = Change("maxQueuedTokens", 900, 400, "TTFT binds")
+
+
 def a_decision(**values: Any) -> Decision:
     defaults: Json = {
         "limits": Limits(max_batch_tokens=640),
@@ -442,6 +446,22 @@ def test_a_decision_is_entered_once_however_often_it_is_told() -> None:
     held = made(facts(), again, after_s=10)
     assert held["tuning"]["history"] == again["tuning"]["history"]
     assert held["tuning"]["lastChangeTime"] == again["tuning"]["lastChangeTime"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ((EDITED,), "maxBatchTokens 512 -> 601: spec.batching was edited"),
+        ((EDITED, TUNED), "maxBatchTokens 512 -> 601: spec.batching was edited; TTFT binds"),
+        ((TUNED,), "TTFT binds"),
+    ],
+)
+def test_history_gives_the_reason_of_the_change_and_not_of_the_tick(
+    changes: tuple[Change, ...], message: str
+) -> None:
+    """An edit under sparse traffic was made because the user edited, not because requests are few."""
+    decision = a_decision(verdict=Verdict.EDIT, changes=changes, reason="TTFT binds")
+    assert made(facts(decision=decision))["tuning"]["history"][0]["message"] == message
 
 
 def test_history_says_which_generation_a_change_led_to() -> None:
