@@ -29,7 +29,8 @@ from headway_engine.protocol import TENANT_HEADER, Limits
 from headway_engine.reply import JSON, STALLED_READER_S, Reply
 from headway_engine.telemetry import Telemetry
 
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 8 << 20
+"""More than any context of text; decoding it holds the interpreter, and so every stream, for a moment."""
 INLINE_BODY_BYTES = 256 << 10
 """Longer bodies are decoded in a thread: every stream would wait for them."""
 
