@@ -21,11 +21,11 @@ STREAMS = 6
 STREAM_TOKENS = 20
 PREFILLS = 3
 
-PREFILL_SHARE = 0.42
+PREFILL_SHARE = 0.40
 """Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible."""
-TARGET_STEPS = 4.5
+TARGET_STEPS = 3.5
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
-LONG_PROMPT_TARGETS = 3.5
+LONG_PROMPT_TARGETS = 4.0
 """What it takes to prefill a long prompt of the demo, in ITL targets: too much for one step."""
 
 
