@@ -21,9 +21,10 @@ STREAMS = 6
 STREAM_TOKENS = 20
 PREFILLS = 3
 
-PREFILL_SHARE = 0.40
-"""Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible."""
-TARGET_STEPS = 3.5
+PREFILL_SHARE = 0.33
+"""Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible on a shared machine
+that slows down by half meanwhile."""
+TARGET_STEPS = 4.0
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
 LONG_PROMPT_TARGETS = 4.0
 """What it takes to prefill a long prompt of the demo, in ITL targets: too much for one step."""
