@@ -22,8 +22,8 @@ STREAM_TOKENS = 20
 PREFILLS = 3
 
 PREFILL_SHARE = 0.33
-"""Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible on a machine that slows
-down by half meanwhile, as shared ones do."""
+"""Share of the machine's prefill speed that the demo's traffic asks for: busy, and feasible even where the
+machine slows down by half meanwhile, as shared ones do."""
 TARGET_STEPS = 4.0
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
 LONG_PROMPT_TARGETS = 4.0
