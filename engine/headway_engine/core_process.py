@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import msgspec
 
 from headway_engine import channel, config, logs
-from headway_engine.limits import clamp, differences
+from headway_engine.limits import differences
 from headway_engine.loop import Inbox, Loop, Run, Scheduler
 from headway_engine.messages import Died, Loading, Ready
 from headway_engine.preparation import Prepare
-from headway_engine.protocol import Capacity, Limits, check_limits
+from headway_engine.protocol import Capacity, Limits, check_limits, clamp_limits
 from headway_engine.tenants import TenantPolicy
 
 log = logging.getLogger("headway.core")
@@ -82,7 +82,7 @@ def starting_limits(settings: config.EngineConfig, capacity: Capacity) -> Limits
     limits = Limits()
     if settings.limits_file is not None:
         limits = msgspec.json.decode(settings.limits_file.read_bytes(), type=Limits)
-    clamped = clamp(limits, capacity)
+    clamped = clamp_limits(limits, capacity)
     for name, wanted, now in differences(limits, clamped):
         log.warning(logs.fields("limit-clamped", limit=name, wanted=wanted, now=now))
     check_limits(clamped, capacity)

@@ -1,11 +1,11 @@
-"""What becomes of limits: brought below capacity at start, numbered when they change. Pure.
+"""What becomes of limits when they change: a new number, and words for what differs. Pure.
 
-`protocol` says what limits are and which are valid; this module knows nothing of who asks.
+`protocol` says what limits are, which are valid, and how capacity bends them; this module knows not who asks.
 """
 
 import msgspec
 
-from headway_engine.protocol import Capacity, Limits
+from headway_engine.protocol import Limits
 
 
 def successor(current: Limits, wanted: Limits) -> Limits:
@@ -13,17 +13,6 @@ def successor(current: Limits, wanted: Limits) -> Limits:
     if wanted.same_values(current):
         return current
     return msgspec.structs.replace(wanted, generation=max(current.generation, wanted.generation) + 1)
-
-
-def clamp(limits: Limits, capacity: Capacity) -> Limits:
-    """The nearest limits that capacity allows. Used at start only: a live change is refused, not bent."""
-    tokens = min(limits.max_batch_tokens, capacity.max_batch_tokens)
-    return msgspec.structs.replace(
-        limits,
-        max_batch_tokens=tokens,
-        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
-        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
-    )
 
 
 def differences(old: Limits, new: Limits) -> list[tuple[str, object, object]]:

@@ -119,6 +119,18 @@ def check_limits(limits: Limits, capacity: Capacity) -> None:
         )
 
 
+def clamp_limits(limits: Limits, capacity: Capacity) -> Limits:
+    """The nearest limits that capacity allows. For limits chosen before capacity was known: a live change is
+    refused, not bent."""
+    tokens = min(limits.max_batch_tokens, capacity.max_batch_tokens)
+    return msgspec.structs.replace(
+        limits,
+        max_batch_tokens=tokens,
+        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
+        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
+    )
+
+
 class Metric(StrEnum):
     """Names of the exported series, as they stand in the exposition (counters carry `_total`)."""
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_engine.limits import clamp, differences, successor
-from headway_engine.protocol import Capacity, Limits, check_limits
+from headway_engine.limits import differences, successor
+from headway_engine.protocol import Capacity, Limits, check_limits, clamp_limits
 
 counts = st.integers(1, 100_000)
 
@@ -34,7 +34,7 @@ def test_clamped_limits_are_valid(tokens, sequences, chunk, most_tokens, most_se
         max_model_tokens=1,
     )
     wanted = Limits(max_batch_tokens=tokens, max_batch_sequences=sequences, prefill_chunk_tokens=chunk)
-    check_limits(clamp(wanted, capacity), capacity)
+    check_limits(clamp_limits(wanted, capacity), capacity)
 
 
 def test_differences_name_what_changed():

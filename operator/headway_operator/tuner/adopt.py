@@ -8,7 +8,7 @@ import zlib
 
 import msgspec
 
-from headway_engine.protocol import Capacity, InvalidLimits, Limits, check_limits
+from headway_engine.protocol import Capacity, InvalidLimits, Limits, check_limits, clamp_limits
 from headway_operator.resource import Batching, Slo, Tuning, TuningMode
 from headway_operator.tuner.decision import TUNABLES, Change
 from headway_operator.tuner.memory import Memory
@@ -65,13 +65,8 @@ def standing_limits(slo: Slo, tuning: Tuning, batching: Batching, memory: Memory
 
 def fit_in(limits: Limits, capacity: Capacity) -> Limits:
     """The nearest limits that an engine of this capacity can have in force."""
-    tokens = min(max(1, limits.max_batch_tokens), capacity.max_batch_tokens)
-    return msgspec.structs.replace(
-        limits,
-        max_batch_tokens=tokens,
-        max_batch_sequences=min(limits.max_batch_sequences, capacity.max_batch_sequences, tokens),
-        prefill_chunk_tokens=min(limits.prefill_chunk_tokens, capacity.max_batch_tokens),
-    )
+    at_least_one = msgspec.structs.replace(limits, max_batch_tokens=max(1, limits.max_batch_tokens))
+    return clamp_limits(at_least_one, capacity)
 
 
 def merge(base: Limits, tuned: Limits) -> Limits:
