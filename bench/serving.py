@@ -222,7 +222,7 @@ def main() -> None:
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{len(os.sched_getaffinity(0)) - 1}",
             "VLLM_LOGGING_LEVEL": "ERROR",
