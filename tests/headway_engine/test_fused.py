@@ -194,6 +194,23 @@ def test_a_library_built_beforehand_is_used_without_a_compiler(
         build.kernels.cache_clear()
 
 
+def test_a_change_in_any_source_gives_the_library_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library in the cache is used by its name alone, so the name must follow every header."""
+    names = {build.library_name("baseline")}
+    for header in build.HEADERS:
+        changed = tmp_path / header.name
+        changed.write_bytes(header.read_bytes() + b"// changed\n")
+        others = tuple(changed if h == header else h for h in build.HEADERS)
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "HEADERS", others)
+            names.add(build.library_name("baseline"))
+    assert len(names) == 1 + len(build.HEADERS)
+    included = {line.split('"')[1] for line in build.SOURCE.read_text().splitlines() if '#include "' in line}
+    assert included <= {header.name for header in build.HEADERS}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -1,8 +1,8 @@
 """Build the kernels for this CPU and load them: once per machine, into the cache, or not at all.
 
-One source file, one shared library per instruction set. A library that a container image brings along
-(built by `python -m headway_engine.fused.build FOLDER`, named by HEADWAY_KERNELS) is used before anything is
-compiled. Knows nothing of models.
+One shared library per instruction set, compiled from one file and its headers. A library that a container
+image brings along (built by `python -m headway_engine.fused.build FOLDER`, named by HEADWAY_KERNELS) is used
+before anything is compiled. Knows nothing of models.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ from headway_engine.model_source import default_cache_dir
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 KERNELS_ENV = "HEADWAY_KERNELS"
 """A folder of libraries built beforehand; `off` turns the kernels off."""
 
@@ -63,8 +64,10 @@ def instruction_set() -> str:
 
 
 def library_name(chosen: str) -> str:
-    """Named by what is in it: source, flags, machine."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    """Named by what is in it: sources, flags, machine."""
+    digest = hashlib.sha256()
+    for source in (SOURCE, *HEADERS):
+        digest.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
     digest.update(" ".join((*_BASE, *INSTRUCTION_SETS[chosen])).encode())
     return f"headway-kernels-{os.uname().machine}-{chosen}-{digest.hexdigest()[:16]}.so"
 

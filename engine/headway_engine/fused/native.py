@@ -1,4 +1,4 @@
-"""The kernels' C interface: the structures of `kernels.cpp` in ctypes, and arrays of one step.
+"""The kernels' C interface: the structures of the C++ headers in ctypes, and arrays of one step.
 
 Layouts here and there must be the same. Calls release the interpreter lock. Knows nothing of transformers.
 """

@@ -1,0 +1,132 @@
+// One whole step of a Llama-shaped model.
+//
+// Structures here and in `native.py` must be the same.
+#pragma once
+
+#include "attention.h"
+#include "product.h"
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+extern "C" {
+
+struct Layer {
+  const void *qkv, *o, *gate_up, *down;  // panels
+  const float *norm_in, *norm_mid;
+  const float *qkv_bias, *o_bias, *query_norm, *key_norm;  // or null
+  void *keys, *values;
+};
+
+struct Model {
+  int32_t layers, hidden, heads, kv_heads, width, inner, vocabulary, block_tokens, is_bf16, threads;
+  float epsilon, scale;
+  const Layer* layer;
+  const void* head;       // panels
+  const void* embedding;  // [vocabulary, hidden]; null: read from the head's panels (tied)
+  const float *norm, *cosines, *sines;  // cosines, sines: [positions, width / 2]
+};
+
+struct Step {
+  int32_t tokens, chunks, samples;
+  const int32_t *ids, *positions;
+  const int64_t* slots;  // block * block_tokens + offset
+  const Chunk* chunk;
+  const int32_t *tables, *sampled;
+  float* logits;     // [samples, vocabulary]
+  float* workspace;  // hw_workspace floats
+};
+}
+
+static void rms_norm(const float* x, const float* weight, float epsilon, int n, float* to) {
+  float mean = dot(x, x, n) / n;
+  float scale = 1.0f / std::sqrt(mean + epsilon);
+  int i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(weight + i) * (load(x + i) * scale));
+  for (; i < n; i++) to[i] = weight[i] * (x[i] * scale);
+}
+
+static void rotate(float* x, const float* cosines, const float* sines, int half) {
+  int i = 0;
+  for (; i + W <= half; i += W) {
+    vf a = load(x + i), b = load(x + half + i), c = load(cosines + i), s = load(sines + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    float a = x[i], b = x[half + i];
+    x[i] = a * cosines[i] - b * sines[i];
+    x[half + i] = b * cosines[i] + a * sines[i];
+  }
+}
+
+template <class T>
+static void embed(const Model& m, int32_t id, float* to) {
+  if (m.embedding) {
+    const T* row = (const T*)m.embedding + (int64_t)id * m.hidden;
+    for (int i = 0; i < m.hidden; i++) to[i] = widen(row[i]);
+  } else {
+    const T* column = (const T*)m.head + (int64_t)(id / NR) * m.hidden * NR + id % NR;
+    for (int i = 0; i < m.hidden; i++) to[i] = widen(column[(int64_t)i * NR]);
+  }
+}
+
+template <class T>
+static void run(const Model& m, const Step& s) {
+  const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width, all_width = q_width + 2 * kv_width;
+  const int64_t n = s.tokens;
+  float* x = s.workspace;
+  float* normed = x + n * m.hidden;
+  float* qkv = normed + n * m.hidden;
+  float* attended = qkv + n * all_width;
+  float* inner = attended + n * q_width;
+  const Cache cache = {m.kv_heads, m.block_tokens, m.width, m.width};
+  const int group = m.heads / m.kv_heads;
+  const std::vector<Item> items = items_of(s.chunk, s.chunks, m.kv_heads, group);
+  std::vector<Scratch> team = scratch_of(m.threads, items, s.chunk, group, cache);
+#pragma omp parallel num_threads(m.threads)
+  {
+    Scratch& scratch = team[omp_get_thread_num()];
+#pragma omp for
+    for (int64_t t = 0; t < n; t++) embed<T>(m, s.ids[t], x + t * m.hidden);
+    for (int l = 0; l < m.layers; l++) {
+      const Layer& y = m.layer[l];
+      T *keys = (T*)y.keys, *values = (T*)y.values;
+#pragma omp for
+      for (int64_t t = 0; t < n; t++)
+        rms_norm(x + t * m.hidden, y.norm_in, m.epsilon, m.hidden, normed + t * m.hidden);
+      product<T>(normed, m.hidden, (const T*)y.qkv, n, m.hidden, {qkv, all_width, y.qkv_bias, all_width, STORE});
+#pragma omp for
+      for (int64_t t = 0; t < n; t++) {
+        float* row = qkv + t * all_width;
+        const float *c = m.cosines + (int64_t)s.positions[t] * (m.width / 2),
+                    *z = m.sines + (int64_t)s.positions[t] * (m.width / 2);
+        for (int h = 0; h < m.heads + m.kv_heads; h++) {
+          float* head = row + h * m.width;
+          const float* norm = h < m.heads ? y.query_norm : y.key_norm;
+          if (norm) rms_norm(head, norm, m.epsilon, m.width, head);
+          rotate(head, c, z, m.width / 2);
+        }
+        write_token<T>(row + q_width, row + q_width + kv_width, keys, values, s.slots[t], cache);
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < items.size(); i++) {
+        const Chunk& chunk = s.chunk[items[i].chunk];
+        attend<T>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
+                  attended, q_width, scratch);
+      }
+      product<T>(attended, q_width, (const T*)y.o, n, q_width, {x, m.hidden, y.o_bias, m.hidden, ADD});
+#pragma omp for
+      for (int64_t t = 0; t < n; t++)
+        rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, m.hidden, normed + t * m.hidden);
+      product<T>(normed, m.hidden, (const T*)y.gate_up, n, m.hidden, {inner, m.inner, nullptr, m.inner, GATE});
+      product<T>(inner, m.inner, (const T*)y.down, n, m.inner, {x, m.hidden, nullptr, m.hidden, ADD});
+    }
+#pragma omp for
+    for (int i = 0; i < s.samples; i++)
+      rms_norm(x + (int64_t)s.sampled[i] * m.hidden, m.norm, m.epsilon, m.hidden, normed + (int64_t)i * m.hidden);
+    product<T>(normed, m.hidden, (const T*)m.head, s.samples, m.hidden,
+               {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE});
+  }
+}
