@@ -1,8 +1,9 @@
 """The promise that carries everything: in float32, greedy output is transformers' own, token for token.
 
 Random histories go through the real scheduler and the real runner: arrivals, chunk sizes, tiny caches that
-force preemption, cancels of others, live limit changes, shared prefixes. The reference is generate() of the
-same weights, one request at a time.
+force preemption, cancels of others, live changes of limits and modes, shared prefixes, tenants, priorities,
+siblings (`n`), neighbours that are sampled. The reference is generate() of the same weights, one request at a
+time; for a sampled request, which generate() draws otherwise, it is the same request alone.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 
 from headway_engine.fused import build
 from headway_engine.fused.llama import FusedRunner
-from headway_engine.protocol import Capacity, Limits
+from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.scheduler import Scheduler
-from headway_engine.sequence import Finished, Sequence, TokenOut
+from headway_engine.sequence import Finished, Request, Sequence, TokenOut
+from headway_engine.tenants import Tenant, TenantPolicy
 from support import tiny_models
 
 MOST_TOKENS = 24
@@ -65,14 +67,38 @@ def capacity(blocks: int) -> Capacity:
     )
 
 
+FLAVOURS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "greedy, told of": {"logprobs": 2},
+    "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    "sampled": {"temperature": 1.0},
+    "cut": {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+}
+PLAIN = ("greedy", "greedy, told of")
+"""Flavours whose tokens are generate()'s own."""
+
+POLICY = TenantPolicy(tenants={"gold": Tenant(weight=4.0, priority=1), "free": Tenant(weight=0.5)})
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """At `step`, a request with prompt number `prompt`; cancelled `cancel` steps later, or never."""
+    """At `step`, `siblings` requests with prompt `prompt`; cancelled `cancel` steps later, or never."""
 
     step: int
     prompt: int
     tokens: int
     cancel: int
+    flavour: str = "greedy"
+    siblings: int = 1
+    tenant: str = ""
+    priority: int = 0
+
+    def request(self, name: str, sibling: int, arrival_s: float) -> Request:
+        sampling = {"max_tokens": self.tokens, "seed": 100 * self.prompt + sibling, **FLAVOURS[self.flavour]}
+        request = tiny_models.request(name, PROMPTS[self.prompt], **sampling)
+        return msgspec.structs.replace(
+            request, arrival_s=arrival_s, tenant=self.tenant, priority=self.priority
+        )
 
 
 arrivals = st.builds(
@@ -81,10 +107,16 @@ arrivals = st.builds(
     prompt=st.integers(0, len(PROMPTS) - 1),
     tokens=st.integers(1, MOST_TOKENS),
     cancel=st.sampled_from([NEVER, NEVER, NEVER, 2, 9]),
+    flavour=st.sampled_from(["greedy", *FLAVOURS]),
+    siblings=st.sampled_from([1, 1, 1, 2, 3]),
+    tenant=st.sampled_from(["", "gold", "free"]),
+    priority=st.integers(-2, 2),
 )
 
 limits = st.builds(
-    lambda sequences, extra, chunk: Limits(
+    lambda sequences, extra, chunk, mode, window_ms: Limits(
+        mode=mode,
+        window_ms=window_ms,
         max_batch_sequences=sequences,
         max_batch_tokens=sequences + extra,
         prefill_chunk_tokens=chunk,
@@ -93,7 +125,29 @@ limits = st.builds(
     sequences=st.integers(1, 8),
     extra=st.integers(0, 40),
     chunk=st.integers(1, 40),
+    mode=st.sampled_from([BatchingMode.CONTINUOUS, *BatchingMode]),
+    window_ms=st.sampled_from([0, 0, 30]),
 )
+
+
+def reference(runner: Runner, architecture: str, arrival: Arrival, sibling: int) -> tuple[int, ...]:
+    """What this request says when nobody else is there."""
+    if arrival.flavour in PLAIN:
+        return tiny_models.greedy(architecture, PROMPTS[arrival.prompt], MOST_TOKENS)
+    return alone(runner, arrival.flavour, arrival.prompt, sibling)
+
+
+@cache
+def alone(runner: Runner, flavour: str, prompt: int, sibling: int) -> tuple[int, ...]:
+    """A request with the engine to itself: its whole prompt at once, then token by token."""
+    wide = Limits(max_batch_sequences=1, max_batch_tokens=64, prefill_chunk_tokens=64)
+    scheduler = Scheduler(capacity(64), wide, prefix_caching=False)
+    arrival = Arrival(step=0, prompt=prompt, tokens=MOST_TOKENS, cancel=NEVER, flavour=flavour)
+    scheduler.admit(arrival.request("alone", sibling, 0.0), 0.0)
+    said: list[int] = []
+    while step := scheduler.next_step(0.0):
+        said += [e.token for e in scheduler.commit(step, runner.run(step), 0.0) if isinstance(e, TokenOut)]
+    return tuple(said)
 
 
 def play(
@@ -106,8 +160,9 @@ def play(
 ) -> Scheduler:
     """Run one history to its end and compare every request that finished."""
     first = changes[0][1]
-    scheduler = Scheduler(capacity(blocks), first, prefix_caching=prefix_caching)
-    due = sorted(enumerate(requests), key=lambda item: item[1].step)
+    scheduler = Scheduler(capacity(blocks), first, prefix_caching=prefix_caching, tenants=POLICY)
+    due = sorted(requests, key=lambda arrival: arrival.step)
+    came: dict[str, tuple[Arrival, int]] = {}
     said: dict[str, list[int]] = {}
     ended: set[str] = set()
     step_number = 0
@@ -116,15 +171,15 @@ def play(
         for at, change in changes[1:]:
             if at == step_number:
                 scheduler.set_limits(change)
-        while due and due[0][1].step <= step_number:
-            number, arrival = due.pop(0)
-            request = tiny_models.request(str(number), PROMPTS[arrival.prompt], max_tokens=arrival.tokens)
-            outcome = scheduler.admit(msgspec.structs.replace(request, arrival_s=now_s), now_s)
-            assert isinstance(outcome, Sequence), outcome
-            said[str(number)] = []
-        for number, arrival in enumerate(requests):
-            name = str(number)
-            if name in said and name not in ended and step_number >= arrival.step + arrival.cancel:
+        while due and due[0].step <= step_number:
+            arrival = due.pop(0)
+            for sibling in range(arrival.siblings):
+                name = str(len(came))
+                outcome = scheduler.admit(arrival.request(name, sibling, now_s), now_s)
+                assert isinstance(outcome, Sequence), outcome
+                came[name], said[name] = (arrival, sibling), []
+        for name, (arrival, _) in came.items():
+            if name not in ended and step_number >= arrival.step + arrival.cancel:
                 scheduler.abort(name, now_s)
                 ended.add(name)
         step = scheduler.next_step(now_s)
@@ -138,9 +193,9 @@ def play(
         step_number += 1
         assert step_number < 5_000, "the scheduler makes no progress"
     for name, tokens in said.items():
-        arrival = requests[int(name)]
-        expected = tiny_models.greedy(architecture, PROMPTS[arrival.prompt], MOST_TOKENS)
-        assert tuple(tokens) == expected[: len(tokens)], f"request {name} of {arrival}"
+        arrival, sibling = came[name]
+        expected = reference(runner, architecture, arrival, sibling)
+        assert tuple(tokens) == expected[: len(tokens)], f"request {name}, sibling {sibling} of {arrival}"
         if arrival.cancel == NEVER:
             assert len(tokens) == arrival.tokens
     return scheduler
@@ -154,7 +209,7 @@ def test_greedy_output_is_generates_whatever_happens_around_it(kind: str, archit
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
-        requests=st.lists(arrivals, min_size=1, max_size=8),
+        requests=st.lists(arrivals, min_size=1, max_size=7),
         blocks=st.sampled_from([17, 20, 40]),
         changes=st.lists(st.tuples(st.integers(1, 30), limits), min_size=1, max_size=4),
         prefix_caching=st.booleans(),
