@@ -7,7 +7,8 @@ reading, or failed with the core. In each the core is told and the counters agre
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,7 @@ from headway_engine.generation import Choice, Usage, usage
 from headway_engine.logs import fields
 from headway_engine.openai import Call
 from headway_engine.protocol import Outcome
-from headway_engine.sequence import Finished, FinishReason, Rejected, RejectReason, Request
+from headway_engine.sequence import Finished, FinishReason, PromptOut, Rejected, RejectReason, Request
 
 log = logging.getLogger("headway.front")
 
@@ -28,8 +29,8 @@ STALLED_READER_S = 60.0
 """A client that reads nothing for so long is taken to be gone."""
 
 
-class Reply(Response):
-    """Runs one call through the core while it watches the client, for streams and whole answers alike.
+class CoreReply(Response):
+    """Runs requests through the core while it watches the client; subclasses say what is answered.
 
     Starlette watches only the clients of its own streaming responses; a client that hangs up on a whole
     answer would be computed for to the end.
@@ -38,33 +39,29 @@ class Reply(Response):
     def __init__(
         self,
         core: CoreClient,
-        call: Call,
-        requests: list[Request],
-        choices: list[Choice],
+        requests: Sequence[Request],
         *,
-        model_name: str,
-        clock: Callable[[], float] = time.monotonic,
-        stalled_reader_s: float = STALLED_READER_S,
+        clock: Callable[[], float],
+        stalled_reader_s: float,
     ) -> None:
         super().__init__()
         self._core = core
         self._clock = clock
         self._stalled_reader_s = stalled_reader_s
-        self._call = call
         self._requests = requests
-        self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
         self._box = Mailbox()
-        self._head = Head(call.kind, answers.new_id(call.kind), int(time.time()), model_name)
         self._streaming = False  # headers of a stream are out
         self._sending_since_s: float | None = None
+
+    async def _compute(self, send: Send) -> None:
+        """Submit the requests and answer. Raises ApiError when there is no answer, or no end of it."""
+        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._core.answering():
             await self._run(receive, send)
 
     async def _run(self, receive: Receive, send: Send) -> None:
-        core = self._core
-        core.submit(self._requests, self._box)
         answering = asyncio.ensure_future(self._answer(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -79,7 +76,7 @@ class Reply(Response):
                 answering.result()
         finally:
             for request in self._requests:
-                core.end(request.id, Outcome.ABORTED)
+                self._core.end(request.id, Outcome.ABORTED)
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
@@ -91,10 +88,7 @@ class Reply(Response):
 
     async def _answer(self, send: Send) -> None:
         try:
-            if self._call.stream:
-                await self._stream(send)
-            else:
-                await self._whole(send)
+            await self._compute(send)
         except ApiError as error:
             if self._streaming:
                 await self._send_body(send, answers.error_event(error), more=False)
@@ -102,20 +96,61 @@ class Reply(Response):
                 await self._start(send, error.status, JSON, error.headers())
                 await self._send_body(send, error.body(), more=False)
 
-    async def _whole(self, send: Send) -> None:
-        while not all(c.done for c in self._choices.values()):
-            self._push(await self._box.take())
-        deltas = [c.take() for c in self._choices.values()]
-        body = answers.answer(
-            self._head, [d for d in deltas if d], self._usage(), logprobs=self._call.logprobs
-        )
+    async def _send_whole(self, send: Send, body: bytes) -> None:
         await self._start(send, 200, JSON, {"content-length": str(len(body))})
         await self._send_body(send, body, more=False)
+
+    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
+        raw = [(b"content-type", content_type.encode())]
+        raw += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _send_body(self, send: Send, body: bytes, *, more: bool) -> None:
+        # A timer for each send would cost as much as the send.
+        self._sending_since_s = self._clock()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since_s = None
+
+
+class Reply(CoreReply):
+    """The answer of a generating call, streams and whole answers alike."""
+
+    def __init__(
+        self,
+        core: CoreClient,
+        call: Call,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+        *,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
+        stalled_reader_s: float = STALLED_READER_S,
+    ) -> None:
+        super().__init__(core, requests, clock=clock, stalled_reader_s=stalled_reader_s)
+        self._call = call
+        self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
+        self._head = Head(call.kind, answers.new_id(call.kind), int(time.time()), model_name)
+
+    async def _compute(self, send: Send) -> None:
+        self._core.submit(self._requests, self._box)
+        if self._call.stream:
+            await self._stream(send)
+        else:
+            await self._whole(send)
+
+    async def _whole(self, send: Send) -> None:
+        while not all(c.done for c in self._choices.values()):
+            await self._push(await self._box.take())
+        deltas = [d for d in (c.take() for c in self._choices.values()) if d]
+        write = partial(answers.answer, self._head, deltas, self._usage(), logprobs=self._call.logprobs)
+        # The log-probabilities of long prompts are megabytes, and every stream would wait for them.
+        body = await asyncio.to_thread(write) if self._call.scores else write()
+        await self._send_whole(send, body)
 
     async def _stream(self, send: Send) -> None:
         call = self._call
         while not all(c.done for c in self._choices.values()):
-            self._push(await self._box.take())
+            await self._push(await self._box.take())
             events = []
             for choice in self._choices.values():
                 delta = choice.take()
@@ -130,7 +165,7 @@ class Reply(Response):
         last = answers.usage_chunk(self._head, self._usage()) if call.include_usage else b""
         await self._send_body(send, last + answers.DONE, more=False)
 
-    def _push(self, news: list[News]) -> None:
+    async def _push(self, news: list[News]) -> None:
         """Take news in. Raises ApiError when a choice was refused or failed: that ends the whole answer."""
         for item in news:
             if isinstance(item, Rejected):
@@ -141,6 +176,8 @@ class Reply(Response):
             if choice.done:
                 continue
             choice.push(item)
+            if isinstance(item, PromptOut):
+                await asyncio.sleep(0)  # there may be many, and others' tokens are to go out between
             if choice.failure is not None:
                 raise failure(choice.failure)
             if choice.stopped_here:
@@ -155,17 +192,6 @@ class Reply(Response):
             self._streaming = True
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             await self._start(send, 200, "text/event-stream; charset=utf-8", headers)
-
-    async def _start(self, send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
-        raw = [(b"content-type", content_type.encode())]
-        raw += [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _send_body(self, send: Send, body: bytes, *, more: bool) -> None:
-        # A timer for each send would cost as much as the send.
-        self._sending_since_s = self._clock()
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending_since_s = None
 
 
 async def _disconnected(receive: Receive) -> None:
