@@ -185,12 +185,12 @@ def _object(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, A
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
 
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 def _chat_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-    def entry(text: str, raw: bytes, logprob: float) -> dict[str, Any]:
+    def entry(text: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
     content = [
@@ -203,11 +203,18 @@ def _completion_logprobs(tokens: Sequence[TokenInfo]) -> dict[str, Any]:
     return {
         "tokens": [_label(t.text, t.raw) for t in tokens],
         "token_logprobs": [_finite(t.logprob) for t in tokens],
-        "top_logprobs": [
-            {_label(text, raw): _finite(logprob) for text, raw, logprob in t.top} for t in tokens
-        ],
+        "top_logprobs": [_alternatives(t) for t in tokens],
         "text_offset": [t.offset for t in tokens],
     }
+
+
+def _alternatives(token: TokenInfo) -> dict[str, float | None] | None:
+    """The likeliest tokens, and where those are asked for the chosen one too. None for the first token of a
+    prompt, which has no alternatives."""
+    if token.logprob is None:
+        return None
+    own = [(token.text, token.raw, token.logprob)] if token.top else []
+    return {_label(text, raw): _finite(logprob) for text, raw, logprob in (*token.top, *own)}
 
 
 def _label(text: str, raw: bytes) -> str:

@@ -63,12 +63,13 @@ class BlockPool:
     def match(self, sequence: Sequence) -> list[int]:
         """Cached blocks that hold the beginning of a sequence without a table, longest run from the start.
 
-        The last token is never among them: it is computed again, for there must be a logit to sample from.
+        The last token is never among them: it is computed again, for there must be a logit to sample from;
+        so are tokens that are yet to be scored.
         Nothing is reserved; pass the answer to `fits` and `open` before anything else changes.
         """
         if not self.prefix_caching:
             return []
-        limit = (len(sequence.tokens) - 1) // self.block_tokens
+        limit = sequence.reusable // self.block_tokens
         hits: list[int] = []
         for index in range(limit):
             block = self._block_of.get(self._hash(sequence, index))

@@ -15,6 +15,7 @@ from headway_engine.attention import LayerShape, gather_cap_bytes
 from headway_engine.config import EngineConfig
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
+from headway_engine.stepping import most_logit_rows
 
 _GIB = 1 << 30
 
@@ -79,7 +80,7 @@ def step_bytes(config: EngineConfig, model: LoadedModel, shapes: Mapping[int, La
     per_token = (8 * hidden + 3 * inner) * model.dtype.itemsize
     per_row = vocab * (model.dtype.itemsize + 3 * 4)  # logits, and their float32 copies while sampling
     tokens = config.capacity_max_batch_tokens
-    rows = min(tokens, config.capacity_max_batch_sequences)
+    rows = most_logit_rows(tokens, config.capacity_max_batch_sequences)
     return tokens * per_token + rows * per_row + gather_bytes(rows, config, model, shapes)
 
 

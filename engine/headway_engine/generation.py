@@ -7,7 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headway_engine.detokenise import Decode, Detokeniser, StopMatcher
-from headway_engine.sequence import Event, Finished, FinishReason, Started, TokenOut
+from headway_engine.sequence import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptOut,
+    Started,
+    TokenLogprob,
+    TokenOut,
+)
 from headway_engine.tool_calls import CallPart, ToolCallReader
 
 TOOL_CALLS = "tool_calls"
@@ -19,11 +27,12 @@ Piece = Callable[[int], tuple[str, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """A token with its log-probability. `offset` is where its text begins in the choice's text."""
+    """A token with its log-probability. `offset` is where its text begins in the choice's text. A prompt's
+    first token has nothing before it, and so no log-probability."""
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, bytes, float], ...]
     offset: int
 
@@ -62,6 +71,7 @@ class Choice:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     echo: str = ""
+    scored: bool = False  # the text begins with the prompt, token by token with log-probabilities
     calls: ToolCallReader | None = None  # where the text may hold tool calls
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -73,14 +83,20 @@ class Choice:
     _ready: list[str] = field(init=False, default_factory=list)  # text that may be sent
     _ready_chars: int = field(init=False, default=0)  # all text that may be sent, since the beginning
     _known_chars: int = field(init=False, default=0)  # the same with what the stop matcher holds back
+    _prompt_tokens: int = field(init=False, default=0)  # those that are echoed with log-probabilities
+    _echoing: Detokeniser = field(init=False)
+    _echoed: list[TokenInfo] = field(init=False, default_factory=list)
     _logprobs: list[TokenInfo] = field(init=False, default_factory=list)
     _sent_first: bool = field(init=False, default=False)
     _sent_last: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._detokeniser = Detokeniser(self.decode, self.prompt)
+        self._echoing = Detokeniser(self.decode)
         self._matcher = StopMatcher(self.stops)
-        if self.echo:
+        if self.scored:
+            self._echo_token(None)
+        elif self.echo:
             self._emit(self.echo)
             self._known_chars = len(self.echo)
 
@@ -95,6 +111,9 @@ class Choice:
         match event:
             case Started(cached_prompt_tokens=cached):
                 self.cached_tokens = cached
+            case PromptOut(scores=scores):
+                for score in scores:
+                    self._echo_token(score)
             case TokenOut():
                 self._push_token(event)
             case Finished(reason=FinishReason.STOP | FinishReason.LENGTH):
@@ -109,13 +128,14 @@ class Choice:
         text, calls = self._read("".join(self._ready))
         self._ready.clear()
         shown = [t for t in self._logprobs if self.done or t.offset < self._ready_chars or not self.stops]
-        if not text and not calls and not shown and self.finish_reason is None:
+        echoed, self._echoed = self._echoed, []
+        if not text and not calls and not shown and not echoed and self.finish_reason is None:
             return None
         self._logprobs = self._logprobs[len(shown) :]
         reason = self.finish_reason
         if reason == FinishReason.STOP and self.calls is not None and self.calls.whole:
             reason = TOOL_CALLS  # and not when the answer was cut: a client must not run half a call
-        delta = Delta(self.index, text, tuple(shown), reason, first=not self._sent_first, calls=calls)
+        delta = Delta(self.index, text, (*echoed, *shown), reason, first=not self._sent_first, calls=calls)
         self._sent_first = True
         self._sent_last = self.finish_reason is not None
         return delta
@@ -130,16 +150,35 @@ class Choice:
         rest, more = self.calls.flush()
         return text + rest, calls + more
 
+    def _echo_token(self, score: TokenLogprob | None) -> None:
+        """One more token of the prompt. The text is what the tokens add up to, so that offsets are right."""
+        token = self.prompt[self._prompt_tokens]
+        self._prompt_tokens += 1
+        self._echoed.append(self._info(token, score))
+        text = self._echoing.push(token)
+        if self._prompt_tokens == len(self.prompt):
+            text += self._echoing.flush()
+        self._known_chars += len(text)
+        self._emit(text)
+
+    def _info(self, token: int, score: TokenLogprob | None) -> TokenInfo:
+        """The entry of a token whose text begins where the known text ends."""
+        top = () if score is None else tuple((*self.piece(id), logprob) for id, logprob in score.top)
+        return TokenInfo(*self.piece(token), score.logprob if score else None, top, self._known_chars)
+
     def _push_token(self, event: TokenOut) -> None:
         self.completion_tokens += 1
         if event.token in self.stop_token_ids and self.completion_tokens >= self.min_tokens:
-            return  # the mark that ends the text is no part of it; Finished follows
-        offset = self._known_chars
+            # The mark that ends the text is no part of it; Finished follows. Who scores a prompt counts
+            # entries from the end, and expects one for each token that was generated.
+            if self.scored:
+                self._logprobs.append(self._info(event.token, event.logprob))
+            return
+        info = None if event.logprob is None else self._info(event.token, event.logprob)
         text = self._detokeniser.push(event.token)
         self._known_chars += len(text)
-        if event.logprob is not None:
-            top = tuple((*self.piece(id), logprob) for id, logprob in event.logprob.top)
-            self._logprobs.append(TokenInfo(*self.piece(event.token), event.logprob.logprob, top, offset))
+        if info is not None:
+            self._logprobs.append(info)
         if self.completion_tokens <= self.min_tokens:
             self._emit(text)  # a stop string may not end what the client wants longer
             return

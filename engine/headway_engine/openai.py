@@ -24,6 +24,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 1 << 14
 MAX_DETOKENIZE = 1 << 18
+MAX_SCORES = 1 << 19
 """Bounds of what one request may cost everybody else, in the front end or in a step."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions. Chats run to the context's end when nothing is said."""
@@ -84,6 +85,7 @@ class CompletionBody(_Common, kw_only=True, forbid_unknown_fields=True):
     """/v1/completions."""
 
     prompt: str | list[Any]
+    max_tokens: CountOrZero | None = None  # 0, with echo: only score the prompt
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -159,11 +161,17 @@ class Call:
     include_usage: bool
     continuous_usage: bool
     echo: bool
+    generates: bool  # False: the prompt is echoed and nothing follows
     priority: int
 
     @property
     def logprobs(self) -> bool:
         return self.sampling.logprobs >= 0
+
+    @property
+    def scores(self) -> bool:
+        """The prompt's own log-probabilities are asked for."""
+        return self.sampling.prompt_logprobs >= 0
 
 
 T = TypeVar("T")
@@ -196,18 +204,21 @@ def parse_completion(body: bytes) -> Call:
         raise bad_request("suffix is not supported", "suffix")
     if b.best_of is not None and b.best_of != (b.n or 1):
         raise bad_request("best_of is supported only when it equals n", "best_of")
-    if b.echo and b.logprobs is not None:
-        raise bad_request("echo together with logprobs is not supported", "echo")
+    if b.max_tokens == 0 and not b.echo:
+        raise bad_request(
+            "max_tokens: 0 is for echo alone; without it the answer would be empty", "max_tokens"
+        )
     prompts = _prompts(b.prompt)
     if len(prompts) * (b.n or 1) > MAX_CHOICES:
         raise bad_request(f"prompts times n must not exceed {MAX_CHOICES}", "n")
     return _call(
         Kind.COMPLETION,
         b,
-        max_tokens=b.max_tokens or COMPLETION_MAX_TOKENS,
+        max_tokens=COMPLETION_MAX_TOKENS if b.max_tokens is None else b.max_tokens,
         logprobs=-1 if b.logprobs is None else b.logprobs,
         prompts=prompts,
         echo=bool(b.echo),
+        generates=b.max_tokens != 0,
     )
 
 
@@ -245,12 +256,13 @@ def _call(
     offered: Tools | None = None,
     max_tokens_field: str = "max_tokens",
     echo: bool = False,
+    generates: bool = True,
 ) -> Call:
     if b.stream_options is not None and not b.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     options = b.stream_options or StreamOptions()
     min_tokens = b.min_tokens or 0
-    if max_tokens and min_tokens > max_tokens:
+    if (max_tokens or not generates) and min_tokens > max_tokens:
         raise bad_request(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", "min_tokens")
     grammar, grammar_field = _grammar(b, offered)
     sampling = SamplingParams(
@@ -266,6 +278,7 @@ def _call(
         seed=secrets.randbelow(_SEED_SPACE) if b.seed is None else b.seed % _SEED_SPACE,
         logit_bias=_logit_bias(b.logit_bias or {}),
         logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else -1,
         stop_token_ids=tuple(b.stop_token_ids or ()),
         grammar=grammar,
     )
@@ -287,6 +300,7 @@ def _call(
         include_usage=options.include_usage or options.continuous_usage_stats,
         continuous_usage=options.continuous_usage_stats,
         echo=echo,
+        generates=generates,
         priority=b.priority or 0,
     )
 

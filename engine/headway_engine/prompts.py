@@ -55,7 +55,7 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
     """Token ids of each prompt; 400 for one that is empty, over-long or not of this model, and for a grammar
     that cannot be followed."""
     tokeniser = serving.tokeniser
-    limit = serving.ready.capacity.max_model_tokens - 1  # room for one token of output
+    limit = serving.ready.capacity.max_model_tokens - call.generates  # room for one token of output
     await check_grammar(call, serving)
     if call.messages:
         try:
@@ -145,7 +145,7 @@ def checked(ids: list[int], limit: int, vocab_size: int, param: str) -> list[int
 
 def too_long(count: str, limit: int, param: str) -> ApiError:
     return bad_request(
-        f"{param}: {count} tokens; this model takes at most {limit} and one of output",
+        f"{param}: {count} tokens; this model takes at most {limit}, one of output aside",
         param,
         "context_length_exceeded",
     )
@@ -165,13 +165,20 @@ def build(
         )
     if any(token >= serving.vocab_size for token, _ in asked.logit_bias):
         raise bad_request("logit_bias: a token id is outside the vocabulary", "logit_bias")
+    entries = sum(map(len, prompts)) * call.n * (asked.prompt_logprobs + 1)
+    if entries > openai.MAX_SCORES:
+        raise bad_request(
+            f"logprobs: {entries} log-probabilities of prompts are more than {openai.MAX_SCORES}; send fewer "
+            "prompts at a time",
+            "logprobs",
+        )
     ends = frozenset(() if call.ignore_eos else serving.ready.stop_token_ids) | frozenset(
         asked.stop_token_ids
     )
     requests, choices = [], []
     for number, prompt in enumerate(prompts):
         room = context - len(prompt)
-        max_tokens = min(asked.max_tokens or room, room)
+        max_tokens = min(asked.max_tokens or room, room) if call.generates else 0
         for sample in range(call.n):
             index = number * call.n + sample
             sampling = msgspec.structs.replace(
@@ -202,7 +209,8 @@ def build(
                     stops=call.stops,
                     stop_token_ids=ends,
                     min_tokens=sampling.min_tokens,
-                    echo=tokeniser.decode(prompt) if call.echo else "",
+                    echo=tokeniser.decode(prompt) if call.echo and not call.scores else "",
+                    scored=call.scores,
                     calls=_reader(call),
                 )
             )

@@ -19,7 +19,14 @@ from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import Runner, StepError, StepRunner, layer_shapes, plain_logits
+from headway_engine.stepping import (
+    Runner,
+    StepError,
+    StepRunner,
+    layer_shapes,
+    logit_rows,
+    plain_logits,
+)
 
 __all__ = ["Runner", "StepError", "TransformersRunner", "build_runner", "measure_capacity"]
 
@@ -104,18 +111,15 @@ def usable_cores() -> int:
 
 
 def flatten(chunks: list[Chunk], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids [tokens], positions [tokens], and indices of the rows that sample."""
+    """Token ids [tokens], positions [tokens], and indices of the rows that need logits."""
     ids: list[int] = []
     positions: list[int] = []
-    sampled: list[int] = []
     for chunk in chunks:
         end = chunk.start + chunk.length
         ids.extend(chunk.sequence.tokens[chunk.start : end])
         positions.extend(range(chunk.start, end))
-        if chunk.samples:
-            sampled.append(len(ids) - 1)
     return (
         torch.tensor(ids, device=device),
         torch.tensor(positions, device=device),
-        torch.tensor(sampled, dtype=torch.long, device=device),
+        torch.tensor(logit_rows(chunks), dtype=torch.long, device=device),
     )

@@ -65,10 +65,20 @@ def sample(
             tokens[row] = token
     found: dict[int, TokenLogprob] = {}
     if asked:
-        found = dict(
-            zip(asked, _logprobs(own, [tokens[r] for r in asked], [params[r] for r in asked]), strict=True)
-        )
+        scores = _logprobs(own, [tokens[r] for r in asked], [params[r].logprobs for r in asked])
+        found = dict(zip(asked, scores, strict=True))
     return [SampledToken(token=token, logprob=found.get(row)) for row, token in enumerate(tokens)]
+
+
+def score(logits: torch.Tensor, sequences: Seq[Sequence], tokens: Seq[int]) -> list[TokenLogprob]:
+    """Log-probability of the given token under each row, with as many of the likeliest as the row's sequence
+    asks of its prompt. Raises NotFinite."""
+    logits = logits.float()
+    fine = torch.isfinite(logits.amax(dim=-1))
+    if not bool(fine.all()):
+        bad = (~fine).nonzero().flatten().tolist()
+        raise NotFinite(tuple({sequences[row].id: None for row in bad}))
+    return _logprobs(logits, tokens, [s.request.sampling.prompt_logprobs for s in sequences])
 
 
 def uniform(seed: int, position: int) -> float:
@@ -250,16 +260,17 @@ def _largest(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, places.gather(1, order)
 
 
-def _logprobs(logits: torch.Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> list[TokenLogprob]:
+def _logprobs(logits: torch.Tensor, tokens: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
+    """Of one token a row, with the `counts` likeliest ones."""
     total = torch.logsumexp(logits, dim=-1)
     chosen = (logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - total).tolist()
-    most = min(max(p.logprobs for p in params), logits.shape[1])
+    most = min(max(counts), logits.shape[1])
     values, ids = torch.topk(logits, most, dim=-1)
     top_values, top_ids = (values - total[:, None]).tolist(), ids.tolist()
     return [
         TokenLogprob(
             logprob=chosen[row],
-            top=tuple(zip(top_ids[row][: p.logprobs], top_values[row][: p.logprobs], strict=True)),
+            top=tuple(zip(top_ids[row][:count], top_values[row][:count], strict=True)),
         )
-        for row, p in enumerate(params)
+        for row, count in enumerate(counts)
     ]

@@ -25,6 +25,7 @@ from headway_engine.sequence import (
     Event,
     Finished,
     FinishReason,
+    PromptOut,
     Rejected,
     RejectReason,
     Request,
@@ -34,10 +35,14 @@ from headway_engine.sequence import (
     Started,
     Status,
     Step,
+    TokenLogprob,
     TokenOut,
 )
 from headway_engine.tenants import TenantPolicy
 from headway_engine.window import CLOCK_GRAIN_S, Waiting, leaves_at_s
+
+SCORES_IN_EVENT = 256
+"""Log-probabilities of a prompt that travel in one event: whoever makes text of them can breathe between."""
 
 
 @dataclass(slots=True)
@@ -145,8 +150,8 @@ class Scheduler:
             return Rejected(request.id, RejectReason.DRAINING, "the engine is shutting down")
         if not request.prompt:
             return Rejected(request.id, RejectReason.TOO_LONG, "the prompt has no tokens")
-        if len(request.prompt) + 1 > self._most_tokens:
-            return Rejected(request.id, RejectReason.TOO_LONG, self._too_long(len(request.prompt)))
+        if len(request.prompt) + min(1, request.sampling.max_tokens) > self._most_tokens:
+            return Rejected(request.id, RejectReason.TOO_LONG, self._too_long(request))
         refusal = self._backlog.refusal(
             request,
             self._limits,
@@ -232,7 +237,7 @@ class Scheduler:
             sequence = chunk.sequence
             if self._running.get(sequence.id) is not sequence:
                 continue
-            before = sequence.computed
+            before, scored = sequence.computed, len(chunk.scored)
             sequence.computed = before + chunk.length
             if before // self.pool.block_tokens != sequence.computed // self.pool.block_tokens:
                 self.pool.publish(sequence, before)
@@ -240,8 +245,11 @@ class Scheduler:
                 self._roster.unannounced.discard(sequence.id)
                 self.prefix_hit_tokens_total += sequence.cached_prompt_tokens
                 events.append(Started(sequence.id, sequence.cached_prompt_tokens))
-            if chunk.samples:
-                self._append(sequence, sampled.get(sequence.id), events)
+            result = sampled.get(sequence.id)
+            if scored and result is not None:
+                self._tell_scores(sequence, result.scores, events)
+            if chunk.samples or (scored and result is None):
+                self._append(sequence, result, events)
                 if self._rates.active:
                     self._rates.spend(sequence.request.tenant, 1, now_s)
             elif sequence.remaining == 0:
@@ -398,6 +406,11 @@ class Scheduler:
         elif output_len >= sampling.max_tokens or len(sequence.tokens) >= self._most_tokens:
             events.append(self._finish(sequence, FinishReason.LENGTH))
 
+    def _tell_scores(self, sequence: Sequence, scores: tuple[TokenLogprob, ...], events: list[Event]) -> None:
+        sequence.scored += len(scores)
+        for first in range(0, len(scores), SCORES_IN_EVENT):
+            events.append(PromptOut(sequence.id, scores[first : first + SCORES_IN_EVENT]))
+
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
         self._roster.finish(sequence, reason)
         return Finished(sequence.id, reason, message)
@@ -413,14 +426,10 @@ class Scheduler:
             return 0
         return self._limits.max_batch_sequences - len(self._running)
 
-    def _too_long(self, prompt_tokens: int) -> str:
-        capacity = self.capacity
-        if prompt_tokens + 1 > capacity.max_model_tokens:
-            return (
-                f"the prompt has {prompt_tokens} tokens; with one token of output the model's limit is "
-                f"{capacity.max_model_tokens}"
-            )
-        return (
-            f"the prompt has {prompt_tokens} tokens; with one token of output the KV cache holds "
-            f"{capacity.kv_tokens}"
-        )
+    def _too_long(self, request: Request) -> str:
+        capacity, output = self.capacity, min(1, request.sampling.max_tokens)
+        said = f"the prompt has {len(request.prompt)} tokens; "
+        said += "with one token of output " if output else ""
+        if len(request.prompt) + output > capacity.max_model_tokens:
+            return f"{said}the model's limit is {capacity.max_model_tokens}"
+        return f"{said}the KV cache holds {capacity.kv_tokens}"

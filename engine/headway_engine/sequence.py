@@ -18,7 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Validated at the API's edge (`openai`); the core trusts it. `temperature` 0 is greedy.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0: the prompt is only computed
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1  # -1: none; 0: the chosen token's; n: also the n likeliest
+    prompt_logprobs: int = -1  # the same for the prompt's own tokens, from the second on
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; empty with ignore_eos
     grammar: str = ""  # what the output must obey, see `grammar`; empty: nothing
 
@@ -86,6 +87,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     cached_prompt_tokens: int = 0  # prefix-cache hits of the first admission
     preemptions: int = 0
+    scored: int = 0  # prompt tokens whose successors' log-probabilities are out
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     order: int = 0  # place in the order of admission to the queue; never changes
@@ -109,6 +111,13 @@ class Sequence:
         """Tokens still to compute before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.computed
 
+    @property
+    def reusable(self) -> int:
+        """Tokens whose keys and values may come from the prefix cache. Those that must yield logits still
+        must be computed: the last, and all that are to be scored."""
+        last = len(self.tokens) - 1
+        return last if self.request.sampling.prompt_logprobs < 0 else min(last, self.scored)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -127,6 +136,16 @@ class Chunk:
     def is_decode(self) -> bool:
         """True for a step of a sequence that has produced output already."""
         return self.length == 1 and self.start >= self.sequence.prompt_len
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits give the log-probability of the prompt's next token, where that is asked for
+        and not out yet."""
+        sequence = self.sequence
+        if sequence.request.sampling.prompt_logprobs < 0:
+            return range(0)
+        end = min(self.start + self.length, sequence.prompt_len - 1)
+        return range(max(self.start, sequence.scored), end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +180,15 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[TokenId, float], ...] = ()
 
 
-class SampledToken(msgspec.Struct, frozen=True):
-    """What the runner returns for a chunk that samples."""
+NO_TOKEN = -1
 
-    token: TokenId
+
+class SampledToken(msgspec.Struct, frozen=True):
+    """What the runner returns for a chunk that samples, or scores."""
+
+    token: TokenId  # NO_TOKEN when it only scores
     logprob: TokenLogprob | None = None
+    scores: tuple[TokenLogprob, ...] = ()  # one for each of the chunk's `scored`
 
 
 class TokenOut(msgspec.Struct, frozen=True, tag="token"):
@@ -174,6 +197,13 @@ class TokenOut(msgspec.Struct, frozen=True, tag="token"):
     id: RequestId
     token: TokenId
     logprob: TokenLogprob | None = None
+
+
+class PromptOut(msgspec.Struct, frozen=True, tag="prompt"):
+    """Log-probabilities of the prompt's next tokens; the first token of a prompt has none."""
+
+    id: RequestId
+    scores: tuple[TokenLogprob, ...]
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -191,7 +221,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     message: str = ""
 
 
-Event = TokenOut | Started | Finished
+Event = TokenOut | PromptOut | Started | Finished
 
 
 class Rejected(msgspec.Struct, frozen=True):

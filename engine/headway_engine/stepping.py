@@ -4,6 +4,7 @@ Knows nothing of how a forward pass is computed.
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,31 @@ from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
 from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
-from headway_engine.sampling import NotFinite, sample
-from headway_engine.sequence import Chunk, Request, SampledToken, SamplingParams, Sequence, Step
+from headway_engine.sampling import NotFinite, sample, score
+from headway_engine.sequence import (
+    NO_TOKEN,
+    Chunk,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+    Step,
+)
 
 log = logging.getLogger(__name__)
 
 CHECK_PROMPT = (3, 4, 5, 6, 7, 8)
 """What a new runner computes first, in chunks, to be compared with the model's own attention."""
+
+LEAST_LOGIT_ROWS = 16
+"""Rows of logits that a forward pass may have however few sequences it is made for: prompts that are scored
+would be computed in slivers otherwise."""
+
+
+def most_logit_rows(max_batch_tokens: int, max_batch_sequences: int) -> int:
+    """Rows of the largest logits tensor, whatever is asked for: one for each sequence, as memory is reserved.
+    Prompts that are scored share them, slice by slice."""
+    return min(max_batch_tokens, max(max_batch_sequences, LEAST_LOGIT_ROWS))
 
 
 class StepError(Exception):
@@ -45,7 +64,7 @@ class Runner(Protocol):
         ...
 
     def run(self, step: Step) -> dict[str, SampledToken]:
-        """The sampled token of every chunk with `samples`, by sequence id. Raises StepError."""
+        """The outcome of every chunk that samples or scores, by sequence id. Raises StepError."""
         ...
 
     @property
@@ -65,6 +84,7 @@ class StepRunner:
 
     def __init__(self, model: LoadedModel, capacity: Capacity) -> None:
         self._model = model
+        self._most_rows = most_logit_rows(capacity.max_batch_tokens, capacity.max_batch_sequences)
         shapes = layer_shapes(model)
         self._cache = KeyValueCache(
             [shapes[i] for i in range(len(shapes))],
@@ -86,7 +106,7 @@ class StepRunner:
             self._grammars.prepare(request.sampling.grammar)
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Logits [sampling chunks, vocabulary], in row order. Inference mode is on."""
+        """Logits [rows, vocabulary] of `logit_rows`. Inference mode is on."""
         raise NotImplementedError
 
     def run(self, step: Step) -> dict[str, SampledToken]:
@@ -94,12 +114,14 @@ class StepRunner:
         chunks = in_row_order(step)
         try:
             with torch.inference_mode():
-                logits = self._forward(chunks)
-                return sample_rows(logits, chunks, self._grammars)
+                out: dict[str, SampledToken] = {}
+                for part in parts(chunks, self._most_rows):
+                    merge(out, outcomes(self._forward(part), part, self._grammars))
+                return out
         except GrammarFailed as error:
             raise StepError(f"the grammar cannot be followed: {error}", sequence_ids=error.ids) from error
         except NotFinite as error:
-            culprits = [c for c in chunks if c.samples and c.sequence.id in error.ids]
+            culprits = [c for c in chunks if c.sequence.id in error.ids]
             with torch.inference_mode():
                 self._cache.scrub([block for c in culprits for block in c.sequence.block_table])
             raise StepError(str(error), sequence_ids=tuple(error.ids)) from error
@@ -201,6 +223,75 @@ def plain_logits(model: LoadedModel, capacity: Capacity) -> torch.Tensor:
 def in_row_order(step: Step) -> list[Chunk]:
     """The step's chunks, single tokens first: they share one batched attention call."""
     return sorted(step.chunks, key=lambda chunk: chunk.length > 1)
+
+
+def parts(chunks: list[Chunk], most_rows: int) -> Iterator[list[Chunk]]:
+    """The chunks in one or more forward passes, so that none has more than `most_rows` rows of logits, unless
+    those that sample are more. Only prompts that are scored are ever cut."""
+    scored = [c for c in chunks if c.scored]
+    part = [c for c in chunks if not c.scored]
+    room = most_rows - sum(c.samples for c in part)
+    for chunk in scored:
+        rest = chunk
+        while (rows := len(rest.scored) + rest.samples) > room:
+            if room > 0:
+                length = rest.scored.start - rest.start + room
+                part.append(Chunk(rest.sequence, rest.start, length, samples=False))
+                rest = Chunk(rest.sequence, rest.start + length, rest.length - length, rest.samples)
+            yield sorted(part, key=_is_long)
+            part, room = [], most_rows
+        part.append(rest)
+        room -= rows
+    yield sorted(part, key=_is_long) if scored else part
+
+
+def _is_long(chunk: Chunk) -> bool:
+    return chunk.length > 1
+
+
+def logit_rows(chunks: list[Chunk]) -> list[int]:
+    """Rows of the step that need logits: those that score, and the last of a chunk that samples."""
+    rows: list[int] = []
+    first = 0
+    for chunk in chunks:
+        if scored := chunk.scored:
+            rows.extend(range(first + scored.start - chunk.start, first + scored.stop - chunk.start))
+        first += chunk.length
+        if chunk.samples:
+            rows.append(first - 1)
+    return rows
+
+
+def outcomes(logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | None) -> dict[str, SampledToken]:
+    """What came of a forward pass; `logits` has the rows of `logit_rows`."""
+    if not any(chunk.scored for chunk in chunks):
+        return sample_rows(logits, chunks, grammars)
+    sampling: list[int] = []
+    scoring: list[int] = []
+    sequences: list[Sequence] = []
+    successors: list[int] = []
+    for chunk in chunks:
+        first = len(sampling) + len(scoring)
+        scoring.extend(range(first, first + len(chunk.scored)))
+        sequences.extend([chunk.sequence] * len(chunk.scored))
+        successors.extend(chunk.sequence.tokens[position + 1] for position in chunk.scored)
+        if chunk.samples:
+            sampling.append(first + len(chunk.scored))
+    out = sample_rows(logits[sampling], chunks, grammars)
+    scores = iter(score(logits[scoring], sequences, successors))
+    for chunk in chunks:
+        own = tuple(next(scores) for _ in chunk.scored)
+        merge(out, {chunk.sequence.id: SampledToken(NO_TOKEN, scores=own)} if own else {})
+    return out
+
+
+def merge(out: dict[str, SampledToken], more: dict[str, SampledToken]) -> None:
+    """Take the outcomes of another forward pass of the same step in."""
+    for id, one in more.items():
+        if (other := out.get(id)) is not None:
+            said = one if one.token != NO_TOKEN else other
+            one = SampledToken(said.token, said.logprob, other.scores + one.scores)
+        out[id] = one
 
 
 def sample_rows(

@@ -16,7 +16,7 @@ from headway_engine.fused import native
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import StepRunner, plain_logits
+from headway_engine.stepping import StepRunner, logit_rows, plain_logits
 
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -59,11 +59,9 @@ class FusedRunner(StepRunner):
             [(c.start, c.length, c.sequence.block_table) for c in chunks], self._cache.block_tokens
         )
         ids: list[int] = []
-        sampled: list[int] = []
         for chunk in chunks:
             ids.extend(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
-            if chunk.samples:
-                sampled.append(len(ids) - 1)
+        sampled = logit_rows(chunks)
         vocabulary = self._c_model.vocabulary
         if not all(0 <= token < vocabulary for token in ids):
             raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
