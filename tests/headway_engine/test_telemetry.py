@@ -198,6 +198,9 @@ def test_arrived_is_outcomes_plus_in_flight_after_any_history(history):
             case FinishReason():
                 t.record(step(Finished(id, what)), float(now_s))
         assert t.arrived_total == sum(t.outcomes_total.values()) + t.in_flight
+    s = samples(t)
+    outcomes = [s[(Metric.OUTCOME, outcome)] for outcome in Outcome]
+    assert s[(Metric.ARRIVED,)] == sum(outcomes) + s[(Metric.IN_FLIGHT,)]
 
 
 @settings(deadline=None)

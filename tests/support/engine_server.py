@@ -93,19 +93,29 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, keyed as `name` or `name{label="value"}`."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        samples = {}
-        for family in text_string_to_metric_families(self.get("/metrics")[1]):
-            for s in family.samples:
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(s.labels.items()))
-                samples[f"{s.name}{{{labels}}}" if labels else s.name] = s.value
-        return samples
+        return samples_of(self.get("/metrics")[1])
 
     def terminate(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, and the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+def samples_of(exposition: str) -> dict[str, float]:
+    """Every sample of an exposition, keyed as `name` or `name{label="value"}`."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = {}
+    for family in text_string_to_metric_families(exposition):
+        for s in family.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(s.labels.items()))
+            samples[f"{s.name}{{{labels}}}" if labels else s.name] = s.value
+    return samples
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_port() -> int:
