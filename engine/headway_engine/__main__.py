@@ -20,10 +20,12 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from headway_engine import channel, config, logs
+from headway_engine import channel, config, logs, tracing
+from headway_engine.access_log import AccessLog
 from headway_engine.control import ControlError, control_app, decode_objectives
 from headway_engine.core_client import DRAINING_RETRY_S, CoreClient
 from headway_engine.core_process import tenant_policy
+from headway_engine.exchange import Watcher
 from headway_engine.keys import KeyRing, KeysError
 from headway_engine.protocol import CONTROL_KEY_ENV, Objectives
 from headway_engine.server import Front, public_app
@@ -50,7 +52,7 @@ def main() -> None:
     """Entry point of `headway-engine`."""
     argv = sys.argv[1:]
     settings = config.parse(argv)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     sys.exit(uvloop.run(serve(settings, argv)))
 
 
@@ -63,10 +65,11 @@ async def serve(
     )
     core = CoreClient(telemetry)
     name = config.served_name(settings)
+    traces = tracing.tracer(os.environ)
     front = Front(core, telemetry, name, created=int(time.time()), keys=api_keys(settings))
     key = os.environ.get(CONTROL_KEY_ENV, "")
     apps = {
-        settings.port: public_app(front),
+        settings.port: public_app(front, watchers(settings, traces)),
         settings.management_port: control_app(core, telemetry, key=key, stall_limit_s=settings.stall_limit_s),
     }
     # 1. Listen before loading: probes and clients get true answers from the first moment.
@@ -102,6 +105,8 @@ async def serve(
     reading.cancel()
     end.close()
     end_core(process)
+    if traces is not None:
+        await asyncio.to_thread(tracing.close, traces)
     log.info(logs.fields("stopped", lost_core=lost, core_status=process.returncode))
     return 1 if lost else 0
 
@@ -160,6 +165,12 @@ def end_core(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def watchers(settings: config.EngineConfig, traces: tracing.Tracer | None) -> list[Watcher]:
+    """Who wants to know of requests. The tracer goes first: the access log names its traces."""
+    chosen: list[Watcher | None] = [traces, AccessLog() if settings.access_log else None]
+    return [watcher for watcher in chosen if watcher is not None]
 
 
 def starting_objectives(settings: config.EngineConfig) -> Objectives:

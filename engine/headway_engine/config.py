@@ -5,9 +5,11 @@ while the engine runs. No field is in both. Knows nothing of HTTP and torch.
 """
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway_engine.logs import FORMAT_ENV, LogFormat
 from headway_engine.protocol import MANAGEMENT_PORT, PUBLIC_PORT
 
 
@@ -39,6 +41,8 @@ class EngineConfig:
     stall_limit_s: float = 60.0
     threads: int = 0  # 0: all cores that the process may use
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
+    access_log: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,6 +127,19 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--threads", type=int, default=d.threads, help="compute threads; 0: all usable cores")
     p.add_argument("--log-level", default=d.log_level, choices=["debug", "info", "warning", "error"])
+    p.add_argument(
+        "--log-format",
+        type=LogFormat,
+        default=os.environ.get(FORMAT_ENV) or d.log_format,
+        choices=list(LogFormat),
+        help=f"text for people, json for collectors; default: {FORMAT_ENV}, or text",
+    )
+    p.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=d.access_log,
+        help="a line at level info for each request when it is over",
+    )
     return p
 
 

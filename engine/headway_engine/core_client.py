@@ -31,7 +31,7 @@ from headway_engine.messages import (
 )
 from headway_engine.protocol import Limits, Outcome
 from headway_engine.sequence import Event, Finished, Rejected, Request, RequestId, Started
-from headway_engine.telemetry import Telemetry
+from headway_engine.telemetry import Journey, Telemetry
 from headway_engine.text import Tokeniser
 
 log = logging.getLogger("headway.front")
@@ -72,6 +72,8 @@ class Mailbox:
     more than the request's own tokens: a slow client gets what piled up in one piece."""
 
     def __init__(self) -> None:
+        self.journeys: list[Journey] = []
+        """What became of each sequence; kept up to date, for whoever wants to know in the end."""
         self._news: list[News] = []
         self._wake = asyncio.Event()
 
@@ -146,7 +148,7 @@ class CoreClient:
         if self._owed_since_s is None:
             self._owed_since_s = self._clock()
         for request in requests:
-            self._telemetry.arrived(request)
+            box.journeys.append(self._telemetry.arrived(request))
             self._boxes[request.id] = box
             self._unstarted.add(request.id)
         self._idle.clear()

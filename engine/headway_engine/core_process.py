@@ -144,7 +144,7 @@ def main(
     for ignored in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     settings = config.parse(argv[1:])
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     return serve(socket.socket(fileno=int(argv[0])), lambda progress: load(settings, progress))
 
 

@@ -104,6 +104,13 @@ class Choice:
     def done(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
+    @property
+    def told_reason(self) -> str | None:
+        """Why it ended, in OpenAI's words; None while it goes on."""
+        if self.finish_reason == FinishReason.STOP and self.calls is not None and self.calls.whole:
+            return TOOL_CALLS  # and not when the answer was cut: a client must not run half a call
+        return self.finish_reason
+
     def push(self, event: Event) -> None:
         """Take one event of the core. What comes after the end is ignored: the core may be a step ahead."""
         if self.done:
@@ -132,9 +139,7 @@ class Choice:
         if not text and not calls and not shown and not echoed and self.finish_reason is None:
             return None
         self._logprobs = self._logprobs[len(shown) :]
-        reason = self.finish_reason
-        if reason == FinishReason.STOP and self.calls is not None and self.calls.whole:
-            reason = TOOL_CALLS  # and not when the answer was cut: a client must not run half a call
+        reason = self.told_reason
         delta = Delta(self.index, text, (*echoed, *shown), reason, first=not self._sent_first, calls=calls)
         self._sent_first = True
         self._sent_last = self.finish_reason is not None

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from headway_engine import answers
 from headway_engine.answers import ApiError, Head, bad_request
 from headway_engine.core_client import CoreClient, CutOff, Mailbox, News
+from headway_engine.exchange import Exchange, exchange_of
 from headway_engine.generation import Choice, Usage, usage
 from headway_engine.logs import fields
 from headway_engine.openai import Call
@@ -49,6 +50,7 @@ class CoreReply(Response):
         self._clock = clock
         self._stalled_reader_s = stalled_reader_s
         self._requests = requests
+        self._exchange = exchange_of({})
         self._box = Mailbox()
         self._streaming = False  # headers of a stream are out
         self._sending_since_s: float | None = None
@@ -57,7 +59,12 @@ class CoreReply(Response):
         """Submit the requests and answer. Raises ApiError when there is no answer, or no end of it."""
         raise NotImplementedError
 
+    def _note(self, exchange: Exchange) -> None:
+        """Leave in the exchange what is known in the end, however it ended."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._exchange = exchange_of(scope)
+        self._exchange.journeys = self._box.journeys
         with self._core.answering():
             await self._run(receive, send)
 
@@ -80,6 +87,7 @@ class CoreReply(Response):
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
+            self._note(self._exchange)
 
     def _stalled(self) -> bool:
         """The client has taken nothing for so long that it is treated as gone."""
@@ -90,6 +98,7 @@ class CoreReply(Response):
         try:
             await self._compute(send)
         except ApiError as error:
+            self._exchange.failed(error.status, error.code)
             if self._streaming:
                 await self._send_body(send, answers.error_event(error), more=False)
             else:
@@ -130,6 +139,11 @@ class Reply(CoreReply):
         self._call = call
         self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
         self._head = Head(call.kind, answers.new_id(call.kind), int(time.time()), model_name)
+
+    def _note(self, exchange: Exchange) -> None:
+        exchange.response_id = self._head.id
+        exchange.usage = self._usage()
+        exchange.finish_reasons = tuple(c.told_reason for c in self._choices.values() if c.told_reason)
 
     async def _compute(self, send: Send) -> None:
         self._core.submit(self._requests, self._box)

@@ -30,6 +30,7 @@ class Roster:
         self.running: dict[RequestId, Sequence] = {}  # in order of admission, but for `rotate`
         self.unannounced: set[RequestId] = set()  # run, but no step of theirs is committed yet
         self.preemptions_total = 0
+        self._preempted: list[RequestId] = []  # since the last time somebody asked
         self._joined = 0
 
     @property
@@ -79,7 +80,13 @@ class Roster:
         victim.status = Status.WAITING
         victim.preemptions += 1
         self.preemptions_total += 1
+        self._preempted.append(victim.id)
         self.queue.push_preempted(victim)
+
+    def take_preempted(self) -> list[RequestId]:
+        """Who gave way since the last time, and is still here."""
+        preempted, self._preempted = self._preempted, []
+        return [id for id in preempted if id in self.sequences]
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The one way out, from every state."""

@@ -25,6 +25,7 @@ from headway_engine.sequence import (
     Event,
     Finished,
     FinishReason,
+    Preempted,
     PromptOut,
     Rejected,
     RejectReason,
@@ -232,7 +233,7 @@ class Scheduler:
         """Take a step's results in; a sequence that ended meanwhile has none."""
         self._close(step)
         self._pace.note(step.prefill_tokens, now_s - self._step_began_s)
-        events: list[Event] = []
+        events: list[Event] = [Preempted(sequence_id) for sequence_id in self._roster.take_preempted()]
         for chunk in step.chunks:
             sequence = chunk.sequence
             if self._running.get(sequence.id) is not sequence:
@@ -244,7 +245,8 @@ class Scheduler:
             if sequence.id in self._roster.unannounced:
                 self._roster.unannounced.discard(sequence.id)
                 self.prefix_hit_tokens_total += sequence.cached_prompt_tokens
-                events.append(Started(sequence.id, sequence.cached_prompt_tokens))
+                began_s = sequence.first_scheduled_s or 0.0
+                events.append(Started(sequence.id, sequence.cached_prompt_tokens, began_s))
             result = sampled.get(sequence.id)
             if scored and result is not None:
                 self._tell_scores(sequence, result.scores, events)

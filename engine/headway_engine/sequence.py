@@ -207,10 +207,17 @@ class PromptOut(msgspec.Struct, frozen=True, tag="prompt"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """A sequence was scheduled for the first time (queueing ended)."""
+    """A sequence was scheduled for the first time (queueing ended); told when that step is done."""
 
     id: RequestId
     cached_prompt_tokens: int
+    at_s: float = 0.0  # time.monotonic() when its first step began; 0: not told
+
+
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """A sequence gave its blocks up and waits to be computed again."""
+
+    id: RequestId
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -221,7 +228,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     message: str = ""
 
 
-Event = TokenOut | PromptOut | Started | Finished
+Event = TokenOut | PromptOut | Started | Preempted | Finished
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -5,9 +5,8 @@ Knows nothing of how a call becomes tokens (`prompts`) and tokens an answer (`re
 
 import asyncio
 import re
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,11 +16,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from headway_engine import answers, openai
-from headway_engine.answers import ApiError, bad_request
+from headway_engine.answers import ApiError, Kind, bad_request
 from headway_engine.core_client import DRAINING_RETRY_S, GONE, STARTING_RETRY_S, CoreClient, Phase
+from headway_engine.exchange import Asked, Exchanges, Watcher, exchange_of
 from headway_engine.keys import KeyRing
 from headway_engine.openai import Call
 from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
@@ -36,7 +36,6 @@ INLINE_BODY_BYTES = 256 << 10
 
 T = TypeVar("T")
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Front:
@@ -78,7 +77,7 @@ class Front:
 
     async def generate(self, http: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
         """A generating route, up to the point where the core is asked."""
-        arrival_s = self.clock()
+        arrival_s = exchange_of(http.scope).arrival_s
         try:
             serving = self.serving()
         except ApiError:
@@ -87,6 +86,7 @@ class Front:
         tenant = tenant_of(http, self.keys)
         call = await parsed(parse, await read_body(http))
         self.check_model(call.model)
+        exchange_of(http.scope).asked = asked_for(call, self.served_name)
         prompts = await encode_prompts(call, serving)
         requests, choices = build(call, prompts, serving, tenant=tenant, arrival_s=arrival_s)
         self.check_flood(len(requests), serving.limits)
@@ -152,55 +152,53 @@ def tenant_of(http: HttpRequest, keys: KeyRing | None) -> str:
         tenant = keys.tenant(given)
         if tenant is None:
             raise ApiError(401, "this API needs a valid key", code="invalid_api_key")
-        return tenant
-    tenant = http.headers.get(TENANT_HEADER, "")
-    if tenant and not _TENANT.fullmatch(tenant):
-        raise bad_request(f"{TENANT_HEADER} must be 1 to 64 letters, digits or ._:@-")
+    else:
+        tenant = http.headers.get(TENANT_HEADER, "")
+        if tenant and not _TENANT.fullmatch(tenant):
+            raise bad_request(f"{TENANT_HEADER} must be 1 to 64 letters, digits or ._:@-")
+    exchange_of(http.scope).asks(tenant)
     return tenant
 
 
-class RequestIds:
-    """Gives every answer an X-Request-Id: the client's own if it is printable, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"x-request-id"), "")
-        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode("latin-1"))]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+def asked_for(call: Call, model: str) -> Asked:
+    """What may be told of a call: nothing of what was written."""
+    sampling = call.sampling
+    return Asked(
+        operation="chat" if call.kind is Kind.CHAT else "text_completion",
+        model=model,
+        stream=call.stream,
+        samples=call.n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
 
 
 def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(body, status, headers=headers, media_type=JSON)
 
 
-async def api_error(_: HttpRequest, error: Exception) -> Response:
+async def api_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    exchange_of(http.scope).failed(error.status, error.code)
     return json_response(error.body(), error.status, error.headers())
 
 
-async def http_error(_: HttpRequest, error: Exception) -> Response:
+async def http_error(http: HttpRequest, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's form too."""
     assert isinstance(error, HTTPException)
+    exchange_of(http.scope).failed(error.status_code, None)
     return json_response(ApiError(error.status_code, str(error.detail)).body(), error.status_code)
 
 
-async def unexpected_error(_: HttpRequest, error: Exception) -> Response:
+async def unexpected_error(http: HttpRequest, error: Exception) -> Response:
+    exchange_of(http.scope).failed(500, type(error).__name__)
     return json_response(ApiError(500, f"internal error: {type(error).__name__}").body(), 500)
 
 
-def public_app(front: Front) -> ASGIApp:
-    """The application of the public port."""
+def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
+    """The application of the public port. Watchers hear of every request when it is over."""
     app = FastAPI(title="Headway engine", docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -262,4 +260,4 @@ def public_app(front: Front) -> ASGIApp:
         text = await asyncio.to_thread(serving.tokeniser.decode, body.tokens)
         return json_response(msgspec.json.encode({"prompt": text}))
 
-    return RequestIds(app)
+    return Exchanges(app, front.clock, watchers)

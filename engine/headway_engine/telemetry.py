@@ -30,7 +30,16 @@ from headway_engine.protocol import (
     Outcome,
     latency_buckets,
 )
-from headway_engine.sequence import Event, Finished, FinishReason, Request, RequestId, Started, TokenOut
+from headway_engine.sequence import (
+    Event,
+    Finished,
+    FinishReason,
+    Preempted,
+    Request,
+    RequestId,
+    Started,
+    TokenOut,
+)
 from headway_engine.stepcost import StepStatistics
 
 STEP_TOKEN_BUCKETS: tuple[float, ...] = (
@@ -99,15 +108,20 @@ class _TenantTokens:
 
 
 @dataclass(slots=True)
-class _Clock:
-    """What is known of a request in flight. Times are time.monotonic() seconds."""
+class Journey:
+    """What is known of a sequence, in flight or over. Times are time.monotonic() seconds; 0: not yet."""
 
     arrival_s: float
     prompt_tokens: int
     tenant: "_TenantTokens"
+    started_s: float = 0.0  # its first step began
     first_s: float = 0.0
     last_s: float = 0.0
+    ended_s: float = 0.0
     tokens: int = 0
+    cached_tokens: int = 0
+    preempted_s: tuple[float, ...] = ()
+    outcome: Outcome | None = None
 
 
 class Telemetry:
@@ -124,7 +138,7 @@ class Telemetry:
         self.output_tokens_total = 0
         self.steps_total = 0
         self._gauges = Gauges()
-        self._open: dict[RequestId, _Clock] = {}
+        self._open: dict[RequestId, Journey] = {}
         self._tenants = {name: _TenantTokens() for name in tenants}
         self._most_tenants = len(self._tenants) or MAX_TENANT_SERIES
         self._steps = {
@@ -150,11 +164,13 @@ class Telemetry:
             Metric.QUEUE: Histogram(latency_buckets(objectives.ttft_ms)),
         }
 
-    def arrived(self, request: Request) -> None:
-        """A request was taken in; exactly one `ended`, or one Finished event, follows."""
+    def arrived(self, request: Request) -> Journey:
+        """A request was taken in; exactly one `ended`, or one Finished event, follows. What is returned is
+        kept up to date until then."""
         self.arrived_total += 1
         tenant = self._tenant(request.tenant)
-        self._open[request.id] = _Clock(request.arrival_s, len(request.prompt), tenant)
+        journey = self._open[request.id] = Journey(request.arrival_s, len(request.prompt), tenant)
+        return journey
 
     def _tenant(self, name: str) -> _TenantTokens:
         """The tenant's counters. Names come from clients, so only those declared get a series of their own,
@@ -173,6 +189,7 @@ class Telemetry:
         clock = self._open.pop(id, None)
         if clock is None:
             return
+        clock.ended_s, clock.outcome = now_s, outcome
         self.outcomes_total[outcome] += 1
         if outcome is Outcome.FINISHED:
             self._latency[Metric.E2E].observe(now_s - clock.arrival_s)
@@ -219,11 +236,15 @@ class Telemetry:
                 else:
                     self._latency[Metric.ITL].observe(now_s - clock.last_s)
                 clock.last_s = now_s
-            case Started():
+            case Started(cached_prompt_tokens=cached, at_s=at_s):
+                clock.cached_tokens = cached
+                # Without a time: known at the end of its first step; the queue ended when that step began.
+                clock.started_s = at_s or now_s - step_seconds
                 self.prompt_tokens_total += clock.prompt_tokens
                 clock.tenant.prompt += clock.prompt_tokens
-                # Known at the end of its first step; the queue ended when that step began.
-                self._latency[Metric.QUEUE].observe(max(0.0, now_s - step_seconds - clock.arrival_s))
+                self._latency[Metric.QUEUE].observe(max(0.0, clock.started_s - clock.arrival_s))
+            case Preempted():
+                clock.preempted_s = (*clock.preempted_s, now_s)
             case Finished(reason=reason):
                 self.ended(event.id, OUTCOMES[reason], now_s)
 

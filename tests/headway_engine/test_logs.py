@@ -9,7 +9,7 @@ from headway_engine.logs import LineFormatter, fields
 def test_values_are_quoted_when_they_must_be():
     """So that key=value can be read back."""
     line = fields("limits", tokens="1->2", why='he said "no"', empty="", path="a=b")
-    assert line == 'limits tokens=1->2 why="he said \\"no\\"" empty="" path="a=b"'
+    assert str(line) == 'limits tokens=1->2 why="he said \\"no\\"" empty="" path="a=b"'
 
 
 def test_a_trace_stays_on_its_line():

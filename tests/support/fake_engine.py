@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "core":
         return core_process.main(argv[1:], load)
     settings = config.parse(argv)
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     return asyncio.run(engine.serve(settings, argv, (*COMMAND, "core")))
 
 
