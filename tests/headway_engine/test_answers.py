@@ -65,3 +65,14 @@ def test_retry_after_is_whole_seconds_and_at_least_one():
     """As HTTP wants it."""
     assert ApiError(429, "x", retry_after_s=0.2).headers() == {"retry-after": "1"}
     assert ApiError(400, "x").headers() == {}
+
+
+def test_a_prompts_first_token_has_null_and_the_chosen_one_is_among_the_alternatives():
+    """As OpenAI has it: one more than `logprobs` when the chosen token is not among the likeliest."""
+    first = TokenInfo("a", b"a", None, (), 0)
+    rare = TokenInfo("c", b"c", -7.0, (("b", b"b", -0.5),), 1)
+    delta = Delta(0, "ac", (first, rare, INFO), "length", True)
+    body = json.loads(answers.answer(TEXT_HEAD, [delta], Usage(2, 0, 0), logprobs=True))
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -7.0, -0.5]
+    assert logprobs["top_logprobs"] == [None, {"b": -0.5, "c": -7.0}, {"a": -0.5, "b": -9999.0}]

@@ -3,7 +3,7 @@
 import pytest
 
 from headway_engine.generation import Choice, Usage, usage
-from headway_engine.sequence import Finished, FinishReason, Started, TokenLogprob, TokenOut
+from headway_engine.sequence import Finished, FinishReason, PromptOut, Started, TokenLogprob, TokenOut
 from headway_engine.tool_calls import ToolCallReader, joined
 
 EOS = 0
@@ -171,3 +171,73 @@ def test_an_answer_without_calls_is_an_answer():
     c = choice(calls=ToolCallReader(tagged=True))
     deltas = feed(c, "2 < 3 <tool", FinishReason.STOP)
     assert (text_of(deltas), deltas[-1].finish_reason) == ("2 < 3 <tool", "stop")
+
+
+# Prompts with log-probabilities.
+
+
+def scored(prompt, **changes):
+    """A choice that echoes `prompt`, and the event with its scores: token i has -i."""
+    c = Choice(
+        0, list(prompt), decode, piece, **{"stop_token_ids": frozenset([EOS]), "scored": True, **changes}
+    )
+    return c, PromptOut("r", tuple(TokenLogprob(-float(i), ((65, -0.5),)) for i in range(1, len(prompt))))
+
+
+def test_a_scored_prompt_is_the_beginning_of_the_text_token_by_token():
+    """Row C.5 47: the first token has no value, each other its own, and offsets are where the text begins."""
+    c, scores = scored("a€b".encode())
+    c.push(scores)
+    deltas = [c.take(), *feed(c, "xy", FinishReason.LENGTH, logprobs=True)]
+    infos = [info for d in deltas for info in d.logprobs]
+    assert text_of(deltas) == "a€bxy"
+    assert [i.logprob for i in infos] == [None, -1.0, -2.0, -3.0, -4.0, -1.0, -1.0]
+    assert [i.offset for i in infos] == [0, 1, 1, 1, 2, 3, 4]
+    assert [i.raw for i in infos] == [bytes([b]) for b in "a€bxy".encode()]
+    assert infos[0].top == ()
+    assert c.completion_tokens == 2
+
+
+def test_scores_may_come_in_any_pieces():
+    """Chunks of the prompt: the deltas add up to the same."""
+    c, scores = scored(b"prompt")
+    deltas = [c.take()]
+    for score in scores.scores:
+        c.push(PromptOut("r", (score,)))
+        deltas.append(c.take())
+    c.push(Finished("r", FinishReason.LENGTH))
+    deltas.append(c.take())
+    assert text_of(deltas) == "prompt"
+    assert [len(d.logprobs) for d in deltas] == [1] * 6 + [0]
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_a_prompt_that_ends_inside_a_character_is_echoed_to_its_end():
+    """Nothing is held back for a rest that does not come."""
+    c, scores = scored("a€".encode()[:-1])
+    c.push(scores)
+    c.push(Finished("r", FinishReason.LENGTH))
+    delta = c.take()
+    assert delta.text == "a\ufffd"
+    assert [i.offset for i in delta.logprobs] == [0, 1, 1]
+
+
+def test_a_stop_string_is_looked_for_in_the_output_only():
+    """The prompt is the client's own, and its entries are never dropped."""
+    c, scores = scored(b"STOP", stops=["STOP"])
+    c.push(scores)
+    deltas = [c.take(), *feed(c, "STOP", logprobs=True)]
+    assert text_of(deltas) == "STOP"
+    assert [i.logprob for d in deltas for i in d.logprobs] == [None, -1.0, -2.0, -3.0]
+    assert deltas[-1].finish_reason == "stop"
+
+
+def test_the_token_that_ends_a_scored_answer_has_an_entry():
+    """Who scores a prompt with one token of output takes the entries but the last: there must be one."""
+    c, scores = scored(b"ab")
+    c.push(scores)
+    deltas = [c.take(), *feed(c, [EOS], FinishReason.STOP, logprobs=True)]
+    infos = [i for d in deltas for i in d.logprobs]
+    assert [i.raw for i in infos] == [b"a", b"b", bytes([EOS])]
+    assert infos[-1].offset == 2
+    assert text_of(deltas) == "ab"

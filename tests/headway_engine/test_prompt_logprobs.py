@@ -179,8 +179,8 @@ def test_scores_are_transformers_own_whatever_happens_around_them(kind: str, arc
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_preempted_prompt_is_scored_once_and_goes_on_where_it_was(caching: bool) -> None:
-    """Row C.7 65: the property above would be hollow if nobody were preempted; values that are out already are
-    not given twice, and only they may come back from the prefix cache."""
+    """Row C.7 65: the property above would be hollow if nobody were preempted; values that are out already
+    are not given twice, and only they may come back from the prefix cache."""
     crowd = [(0, 3 + i % 2, 12, True) for i in range(6)]
     scheduler, preempted = play(runner_of("padded", "llama"), "llama", 26, crowd, 40, caching)
     assert scheduler.preemptions_total > 0

@@ -24,7 +24,7 @@ from headway_engine.messages import Ready
 from headway_engine.model_source import default_cache_dir, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.scheduler import Scheduler
-from headway_engine.sequence import Chunk, RequestId, SampledToken, Step, TokenLogprob
+from headway_engine.sequence import NO_TOKEN, Chunk, RequestId, SampledToken, Step, TokenLogprob
 from headway_engine.text import Tokeniser
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
@@ -55,7 +55,7 @@ class Toy:
             time.sleep(self._step_s)
         if self._broken:
             raise RuntimeError("the device is gone")
-        return {c.sequence.id: self._sample(c) for c in step.chunks if self._check(c).samples}
+        return {c.sequence.id: self._result(c) for c in step.chunks if self._check(c).samples or c.scored}
 
     def _check(self, chunk: Chunk) -> Chunk:
         prompt = chunk.sequence.request.prompt
@@ -63,6 +63,17 @@ class Toy:
         if _contains(prompt, self._skull) and not in_time:
             raise RuntimeError("a poisoned prompt")
         return chunk
+
+    def _result(self, chunk: Chunk) -> SampledToken:
+        """What it samples and scores: a token of the prompt has minus its position, and itself as the first
+        of the likeliest."""
+        out = self._sample(chunk) if chunk.samples else SampledToken(NO_TOKEN)
+        tokens, count = chunk.sequence.tokens, chunk.sequence.request.sampling.prompt_logprobs
+        scores = tuple(
+            TokenLogprob(-float(p + 1), tuple((tokens[p + 1] + i, -p - 1.0 - i) for i in range(count)))
+            for p in chunk.scored
+        )
+        return SampledToken(out.token, out.logprob, scores)
 
     def _sample(self, chunk: Chunk) -> SampledToken:
         sequence = chunk.sequence
