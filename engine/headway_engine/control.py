@@ -14,19 +14,23 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from headway_engine import protocol
+from headway_engine.control_operations import control_document
 from headway_engine.core_client import CoreClient, CoreGone, Phase
 from headway_engine.logs import fields
+from headway_engine.methods import allowed, heads
 from headway_engine.protocol import InvalidLimits, Limits, Objectives, check_limits
 from headway_engine.telemetry import Telemetry
 
 log = logging.getLogger("headway.control")
 
 MAX_BODY_BYTES = 64 << 10
+BODY_TIMEOUT_S = 30.0
 MAX_OBJECTIVE_MS = 86_400_000
 JSON = "application/json"
 
@@ -91,14 +95,21 @@ def decode_objectives(body: bytes) -> Objectives:
 
 def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit_s: float) -> ASGIApp:
     """The application of the management port. With an empty key, `/control` is closed."""
-    app = FastAPI(title="Headway engine control", docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None)
     changing = asyncio.Lock()
+    schema = msgspec.json.encode(control_document())
 
     @app.exception_handler(ControlError)
     async def control_error(_: HttpRequest, error: ControlError) -> Response:
         headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
         body = {"field": error.field, "message": error.message}
         return Response(msgspec.json.encode(body), error.status, headers, JSON)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: HttpRequest, error: HTTPException) -> Response:
+        headers = {"allow": allowed(http.app, http.scope)} if error.status_code == 405 else None
+        body = {"field": None, "message": str(error.detail)}
+        return Response(msgspec.json.encode(body), error.status_code, headers, JSON)
 
     def authorise(http: HttpRequest) -> None:
         if not key:
@@ -111,6 +122,10 @@ def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit
         if core.phase is not Phase.READY:
             raise ControlError(503, f"the engine is not ready: {core.doing}")
         return core
+
+    @app.get("/openapi.json")
+    async def openapi_document() -> Response:
+        return Response(schema, media_type=JSON)
 
     @app.get(protocol.METRICS_PATH)
     async def metrics() -> Response:
@@ -169,7 +184,7 @@ def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit
         assert current.ready is not None
         return _json(current.ready.capacity)
 
-    return app
+    return heads(app)
 
 
 def _probe(verdict: Verdict) -> Response:
@@ -182,10 +197,14 @@ def _json(value: object) -> Response:
 
 async def _body(http: HttpRequest) -> bytes:
     body = bytearray()
-    async for piece in http.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise ControlError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in http.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise ControlError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    except TimeoutError as error:
+        raise ControlError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} seconds") from error
     return bytes(body)
 
 
@@ -204,5 +223,5 @@ def _decode(body: bytes, type: type[T]) -> T:
         named = _FIELD.search(text)
         field = at["where"] if at else named["name"] if named else None
         raise ControlError(422, at["what"] if at else text, field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ControlError(400, f"the body is not valid JSON: {error}") from error

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from headway_engine.answers import Kind, bad_request
+from headway_engine.operations import precisely
 from headway_engine.sequence import SamplingParams
 from headway_engine.structured import ResponseFormat, StructuredOutputs, response_grammar, structured_grammar
 from headway_engine.tools import Tool, ToolChoice, Tools, understood
@@ -22,6 +23,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 1 << 14
 MAX_DETOKENIZE = 1 << 18
 MAX_SCORES = 1 << 19
@@ -39,6 +41,41 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 CountOrZero = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenIds = list[TokenId]
+
+# What the types of these fields leave to the code below, for the API's schema.
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 1 << 31}}
+_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+PromptField = Annotated[
+    str | list[Any],
+    precisely({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}),
+]
+StopField = Annotated[
+    str | list[str] | None,
+    precisely({"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}]}),
+]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None,
+    precisely(
+        {
+            "type": ["object", "null"],
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "maxProperties": MAX_LOGIT_BIAS,
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "description": "token id to bias",
+        }
+    ),
+]
+Content = Annotated[
+    str | list[dict[str, Any]] | None,
+    precisely({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,10 +99,10 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     seed: Annotated[int, Meta(ge=-_SEED_SPACE, le=_SEED_SPACE - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: StopField = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -84,19 +121,19 @@ class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(_Common, kw_only=True, forbid_unknown_fields=True):
     """/v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: PromptField
     max_tokens: CountOrZero | None = None  # 0, with echo: only score the prompt
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, precisely({"enum": ["", None]})] = None
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message of a chat. Content in parts must be text."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -114,10 +151,10 @@ class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: Annotated[list[Any] | None, precisely({"enum": [[], None]})] = None
+    function_call: Annotated[Any, precisely({"enum": ["none", "auto", None]})] = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str] | None, precisely({"enum": [["text"], None]})] = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -343,8 +380,8 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    if len(bias) > 1024:
-        raise bad_request("logit_bias: at most 1024 tokens", "logit_bias")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise bad_request(f"logit_bias: at most {MAX_LOGIT_BIAS} tokens", "logit_bias")
     pairs = []
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
@@ -430,21 +467,3 @@ def seed_of(call: Call, index: int) -> int:
     """The seed of choice `index`. The first has the client's own; siblings have derived ones, or n samples
     would be n times the same."""
     return (call.sampling.seed + index * 0x9E3779B97F4A7C15) % _SEED_SPACE
-
-
-def request_body(type: type[msgspec.Struct]) -> dict[str, Any]:
-    """OpenAPI's description of a route that takes this body."""
-    (schema,), components = msgspec.json.schema_components([type], ref_template="#/$defs/{name}")
-    inlined = _inline(schema, components)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined}}}}
-
-
-def _inline(schema: Any, components: dict[str, Any]) -> Any:
-    """The schema with what it refers to in place: each route then stands for itself."""
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            return _inline(components[schema["$ref"].rsplit("/", 1)[-1]], components)
-        return {key: _inline(value, components) for key, value in schema.items()}
-    if isinstance(schema, list):
-        return [_inline(item, components) for item in schema]
-    return schema

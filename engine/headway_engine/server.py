@@ -23,9 +23,11 @@ from headway_engine.answers import ApiError, Kind, bad_request
 from headway_engine.core_client import DRAINING_RETRY_S, GONE, STARTING_RETRY_S, CoreClient, Phase
 from headway_engine.exchange import Asked, Exchanges, Watcher, exchange_of
 from headway_engine.keys import KeyRing
+from headway_engine.methods import allowed, heads
 from headway_engine.openai import Call
 from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
 from headway_engine.protocol import TENANT_HEADER, Limits
+from headway_engine.public_operations import public_document
 from headway_engine.reply import JSON, STALLED_READER_S, Reply
 from headway_engine.telemetry import Telemetry
 
@@ -33,6 +35,8 @@ MAX_BODY_BYTES = 8 << 20
 """More than any context of text; decoding it holds the interpreter, and so every stream, for a moment."""
 INLINE_BODY_BYTES = 256 << 10
 """Longer bodies are decoded in a thread: every stream would wait for them."""
+BODY_TIMEOUT_S = 60.0
+"""How long a body may take to come: who sends a byte at a time holds memory and a connection."""
 
 T = TypeVar("T")
 _TENANT = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
@@ -121,20 +125,35 @@ class Front:
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The body, refused as soon as it is known to be too large."""
+    """The body, refused as soon as it is known to be none that we take: too large, too slow, no JSON."""
+    check_content(http)
     too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
     declared = http.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     try:
-        async for piece in http.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                raise too_large
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in http.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
     except ClientDisconnect as error:
         raise bad_request("the client left before its body was complete") from error
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} seconds") from error
     return bytes(body)
+
+
+def check_content(http: HttpRequest) -> None:
+    """415 for what is no JSON by its own word, and for compressed bodies. A page of another site can make a
+    browser send a form or plain text here without asking first, but not JSON."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported: send the body as it is")
+    media = http.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media != JSON and not (media.startswith("application/") and media.endswith("+json")):
+        raise ApiError(415, f"Content-Type {media[:80]!r} is not supported: send {JSON}")
 
 
 async def parsed(parse: Callable[[bytes], T], body: bytes) -> T:
@@ -189,7 +208,8 @@ async def http_error(http: HttpRequest, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's form too."""
     assert isinstance(error, HTTPException)
     exchange_of(http.scope).failed(error.status_code, None)
-    return json_response(ApiError(error.status_code, str(error.detail)).body(), error.status_code)
+    headers = {"allow": allowed(http.app, http.scope)} if error.status_code == 405 else None
+    return json_response(ApiError(error.status_code, str(error.detail)).body(), error.status_code, headers)
 
 
 async def unexpected_error(http: HttpRequest, error: Exception) -> Response:
@@ -199,18 +219,23 @@ async def unexpected_error(http: HttpRequest, error: Exception) -> Response:
 
 def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     """The application of the public port. Watchers hear of every request when it is over."""
-    app = FastAPI(title="Headway engine", docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None)
+    schema = msgspec.json.encode(public_document(keyed=front.keys is not None))
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, unexpected_error)
 
-    @app.post("/v1/chat/completions", openapi_extra=openai.request_body(openai.ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(http: HttpRequest) -> Response:
         return await front.generate(http, openai.parse_chat)
 
-    @app.post("/v1/completions", openapi_extra=openai.request_body(openai.CompletionBody))
+    @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         return await front.generate(http, openai.parse_completion)
+
+    @app.get("/openapi.json")
+    async def openapi_document() -> Response:
+        return json_response(schema)
 
     def model() -> dict[str, Any]:
         context = front.serving().ready.capacity.max_model_tokens
@@ -227,7 +252,7 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
         front.check_model(name)
         return json_response(msgspec.json.encode(model()))
 
-    @app.post("/tokenize", openapi_extra=openai.request_body(openai.TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
@@ -249,7 +274,7 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
         ids = await encode_text(serving.tokeniser, encode, text, limit, "prompt")
         return json_response(msgspec.json.encode({"count": len(ids), "max_model_len": limit, "tokens": ids}))
 
-    @app.post("/detokenize", openapi_extra=openai.request_body(openai.DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
@@ -260,4 +285,4 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
         text = await asyncio.to_thread(serving.tokeniser.decode, body.tokens)
         return json_response(msgspec.json.encode({"prompt": text}))
 
-    return Exchanges(app, front.clock, watchers)
+    return Exchanges(heads(app), front.clock, watchers)

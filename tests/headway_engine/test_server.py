@@ -9,10 +9,7 @@ import threading
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from headway_engine.openai import ChatBody, CompletionBody
 from headway_engine.server import INLINE_BODY_BYTES, parsed
 from support import fake_engine
 from support.engine_server import engine_server, wait_until
@@ -185,6 +182,7 @@ def test_logprobs_of_completions_and_chats(client):
 def test_models_tokenize_and_detokenize(client, engine):
     """The small routes."""
     assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
     tokens = post(engine, "/tokenize", {"prompt": "abc"}).json()
     assert tokens["count"] == 3
     assert post(engine, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "abc"}
@@ -234,17 +232,6 @@ async def test_ten_requests_with_one_id_all_complete(engine):
     assert len({a.json()["id"] for a in answers}) == 10
 
 
-def test_the_schema_of_the_api_is_served(client, engine):
-    """OpenAPI, with the bodies and their bounds in it."""
-    schema = httpx.get(engine.url + "/openapi.json", timeout=30).json()
-    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
-    assert {"messages", "temperature", "stream"} <= set(body["properties"])
-    assert "$ref" not in json.dumps(body)
-    assert client.models.retrieve("tiny").id == "tiny"
-
-
 def test_api_keys_say_who_asks(tmp_path):
     """With a keys file: 401 without one of them, everywhere but in probes."""
     keys = tmp_path / "keys.json"
@@ -256,26 +243,6 @@ def test_api_keys_say_who_asks(tmp_path):
         assert httpx.get(e.url + "/v1/models", timeout=30).status_code == 401
         client = openai.OpenAI(base_url=f"{e.url}/v1", api_key="secret-a", max_retries=0)
         assert complete(client).choices[0].text == "defgh"
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
-    max_leaves=5,
-)
-names = st.sampled_from(sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__}))
-
-
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.dictionaries(names, values, max_size=4), st.sampled_from(["/v1/completions", "/v1/chat/completions"])
-)
-def test_no_body_makes_a_500(engine, fields, path):
-    """Part 2: whatever the fields hold, the answer is a good one or names what is wrong."""
-    start = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-    body = json.dumps({**start, "max_tokens": 2, **fields}).encode()
-    status, text = engine.request("POST", path, body, management=False)
-    assert status in (200, 400, 404), text
 
 
 # Refusals.

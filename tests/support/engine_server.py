@@ -70,7 +70,7 @@ class Engine:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str]:
         """Status and body. `body` is JSON, or bytes as they are. Control paths get the key."""
-        headers = dict(headers or {})
+        headers = {"content-type": "application/json", **(headers or {})}
         if path.startswith("/control") and "authorization" not in headers:
             headers["authorization"] = f"Bearer {self.key}"
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()

@@ -5,7 +5,7 @@ letter, ends its text after a full stop, and raises on a prompt with a skull (â˜
 two of them in mid-stream. Run as a program, it
 takes the engine's own arguments. FAKE_STEP_S slows its steps; FAKE_LOAD says how loading goes (`ok`, `fail`,
 `slow`); FAKE_BROKEN makes every step fail; FAKE_SAYS is what it answers to everything; FAKE_TEMPLATE is its
-chat template.
+chat template; FAKE_CONTEXT is the longest it takes.
 """
 
 import asyncio
@@ -17,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from headway_engine import __main__ as engine
 from headway_engine import config, core_process, logs
@@ -136,7 +138,10 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         case "slow":
             time.sleep(3600)
     folder = tokenizer_dir()
-    limits = core_process.starting_limits(settings, CAPACITY)
+    capacity = msgspec.structs.replace(
+        CAPACITY, max_model_tokens=int(os.environ.get("FAKE_CONTEXT", CAPACITY.max_model_tokens))
+    )
+    limits = core_process.starting_limits(settings, capacity)
     toy = Toy(
         Tokeniser(folder),
         float(os.environ.get("FAKE_STEP_S", "0")),
@@ -144,7 +149,7 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         os.environ.get("FAKE_SAYS", ""),
     )
     ready = Ready(
-        capacity=CAPACITY,
+        capacity=capacity,
         limits=limits,
         model="a toy",
         device="none",
@@ -154,7 +159,7 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         stop_token_ids=(END,),
         grammars=False,  # a toy does not listen
     )
-    scheduler = Scheduler(CAPACITY, limits, tenants=core_process.tenant_policy(settings))
+    scheduler = Scheduler(capacity, limits, tenants=core_process.tenant_policy(settings))
     return core_process.Core(scheduler, toy.run, ready)
 
 

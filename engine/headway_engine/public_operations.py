@@ -1,0 +1,361 @@
+"""What the public port says of itself: its operations, and the form of their answers.
+
+The structs are for the document only; `answers` writes bodies as dicts, and a test holds them to these. Knows
+nothing of how requests are handled.
+"""
+
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from headway_engine import openai
+from headway_engine.operations import Answer, Operation, Operations, Port, document
+from headway_engine.protocol import TENANT_HEADER
+
+Count = Annotated[int, Meta(ge=0)]
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Form(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Nothing is in an answer that is not here."""
+
+
+class Error(Form):
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
+    ]
+    param: Annotated[str | None, Meta(description="the field of the body that is wrong")]
+    code: Annotated[str | None, Meta(description="the reason, for programs")]
+
+
+class ErrorBody(Form):
+    """Every answer other than 200, as OpenAI has it."""
+
+    error: Error
+
+
+class PromptDetails(Form):
+    cached_tokens: Annotated[int, Meta(ge=0, description="found in the prefix cache, not computed")]
+
+
+class Usage(Form):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+
+
+class CompletionLogprobs(Form):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Count]
+
+
+class CompletionChoice(Form):
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(Form):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Form):
+    """An event of a stream. The last one of a stream that was asked for usage has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CalledFunction(Form):
+    name: str
+    arguments: Annotated[str, Meta(description="JSON as text")]
+
+
+class ToolCall(Form):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(Form):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Form):
+    index: Count
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class TopLogprob(Form):
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
+
+
+class TokenLogprob(Form):
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Form):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Form):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Form):
+    index: Count
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class Chat(Form):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class MessageDelta(Form):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Form):
+    index: Count
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+
+
+class ChatChunk(Form):
+    """An event of a stream. The last one of a stream that was asked for usage has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: Count
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(Form):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and output together")]
+
+
+class Models(Form):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Form):
+    count: Count
+    max_model_len: Annotated[int, Meta(ge=1)]
+    tokens: list[Count]
+
+
+class Text(Form):
+    prompt: str
+
+
+def _error(description: str, *, retry: bool = False, example: dict[str, Any] | None = None) -> Answer:
+    headers = {"Retry-After": "seconds after which coming back helps"} if retry else {}
+    return Answer(
+        description=description,
+        type=ErrorBody,
+        headers=headers,
+        example={"error": example} if example else None,
+    )
+
+
+def _example(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"message": message, "type": type, "param": param, "code": code}
+
+
+INVALID = {
+    400: _error(
+        "can never work; `param` names the field",
+        example=_example(
+            "temperature: Expected `float` >= 0.0", "invalid_request_error", "temperature", None
+        ),
+    )
+}
+KEYS = {
+    401: _error(
+        "no valid key; where the engine was started with keys",
+        example=_example("this API needs a valid key", "authentication_error", None, "invalid_api_key"),
+    )
+}
+MODEL = {404: _error("no such model")}
+STARTING = {503: _error("starting, draining, or the core is gone", retry=True)}
+BODY = {
+    408: _error("the body did not come in time"),
+    413: _error("the body is too large"),
+    415: _error("the body is no JSON by its Content-Type, or it is compressed"),
+}
+COMPUTED = {
+    429: _error(
+        "a limit of the engine or of the tenant is reached",
+        retry=True,
+        example=_example("the queue is full (1024 requests)", "rate_limit_error", None, "queue_full"),
+    ),
+    500: _error("this request failed, and the engine lives; the log says why, under the request's id"),
+}
+_ASKED = {"max_tokens": 16, "temperature": 0}
+
+OPERATIONS: Operations = {
+    ("post", "/v1/chat/completions"): Operation(
+        id="chat",
+        tag="generate",
+        summary="Answer a conversation",
+        description=(
+            "With `stream`, the answer is `text/event-stream`: events `data: {...}` as in `itemSchema`, "
+            "then `data: [DONE]`. What fails after the first token is an event with an error, and no [DONE]."
+        ),
+        body=openai.ChatBody,
+        examples={
+            "whole": {**_ASKED, "messages": [{"role": "user", "content": "What is the capital of France?"}]},
+            "stream": {
+                **_ASKED,
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        },
+        answers={
+            200: Answer(description="the answer", type=Chat, events=(ChatChunk, ErrorBody)),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **BODY,
+            **COMPUTED,
+            **STARTING,
+        },
+    ),
+    ("post", "/v1/completions"): Operation(
+        id="complete",
+        tag="generate",
+        summary="Continue prompts",
+        description="Streams as chats do.",
+        body=openai.CompletionBody,
+        examples={
+            "whole": {**_ASKED, "prompt": "The capital of France is"},
+            "stream": {**_ASKED, "prompt": "The capital of France is", "stream": True},
+        },
+        answers={
+            200: Answer(description="the answer", type=Completion, events=(CompletionChunk, ErrorBody)),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **BODY,
+            **COMPUTED,
+            **STARTING,
+        },
+    ),
+    ("get", "/v1/models"): Operation(
+        id="models",
+        tag="models",
+        summary="List the models: the one that is served",
+        answers={200: Answer(description="the list", type=Models), **INVALID, **KEYS, **STARTING},
+    ),
+    ("get", "/v1/models/{name}"): Operation(
+        id="model",
+        tag="models",
+        summary="Describe a model",
+        path_parameters={"name": "the served name; it may contain slashes"},
+        answers={200: Answer(description="the model", type=Model), **INVALID, **KEYS, **MODEL, **STARTING},
+    ),
+    ("post", "/tokenize"): Operation(
+        id="tokenize",
+        tag="tokens",
+        summary="Turn a prompt, or messages, into token ids",
+        body=openai.TokenizeBody,
+        examples={"prompt": {"prompt": "The capital of France is"}},
+        answers={
+            200: Answer(description="the tokens", type=Tokens),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **BODY,
+            **STARTING,
+        },
+    ),
+    ("post", "/detokenize"): Operation(
+        id="detokenize",
+        tag="tokens",
+        summary="Turn token ids into text",
+        body=openai.DetokenizeBody,
+        examples={"ids": {"tokens": [1, 2, 3]}},
+        answers={
+            200: Answer(description="the text", type=Text),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **BODY,
+            **STARTING,
+        },
+    ),
+}
+
+_TENANT = {
+    "description": "who asks, where there are no keys that say it; empty is the tenant without a name",
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:@-]{0,64}$"},
+}
+
+
+def public_document(*, keyed: bool) -> dict[str, Any]:
+    """The OpenAPI document of the public port. `keyed`: requests need a key, which also says who asks."""
+    port = Port(
+        title="Headway engine",
+        version=version("headway"),
+        description="OpenAI's API for one model. Every answer other than 200 has a body as in `ErrorBody`.",
+        tags={
+            "generate": "Answers of the model, whole or as streams",
+            "models": "What is served",
+            "tokens": "The tokenizer of the model",
+        },
+        security=[{"key": []}] if keyed else [],
+        security_schemes={"key": {"type": "http", "scheme": "bearer"}} if keyed else {},
+        request_headers={} if keyed else {TENANT_HEADER: _TENANT},
+        answer_headers={"X-Request-Id": "the client's own if it sent one, else a new one"},
+    )
+    return document(port, OPERATIONS)
