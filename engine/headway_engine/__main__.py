@@ -127,7 +127,10 @@ class Signals:
 
 async def drain(core: CoreClient, signals: Signals, timeout_s: float) -> None:
     """Refuse newcomers, let running requests finish; those that do not in time get an answer that says so."""
-    log.info(logs.fields("draining", in_flight=core.in_flight, timeout_s=timeout_s))
+    phase = logs.Change(core.phase.value, "draining")
+    log.info(
+        logs.fields("draining", phase=phase, why="a signal", in_flight=core.in_flight, timeout_s=timeout_s)
+    )
     core.drain()
     await first_of(core.idle(), signals.second.wait(), core.gone.wait(), asyncio.sleep(timeout_s))
     if core.in_flight:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from headway_engine import protocol
 from headway_engine.control_operations import control_document
 from headway_engine.core_client import CoreClient, CoreGone, Phase
-from headway_engine.logs import fields
+from headway_engine.logs import Change, fields
 from headway_engine.methods import allowed, heads
 from headway_engine.protocol import InvalidLimits, Limits, Objectives, check_limits
 from headway_engine.telemetry import Telemetry
@@ -97,6 +97,7 @@ def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit
     """The application of the management port. With an empty key, `/control` is closed."""
     app = FastAPI(openapi_url=None)
     changing = asyncio.Lock()
+    fit = True  # as the last probe was told
     schema = msgspec.json.encode(control_document())
 
     @app.exception_handler(ControlError)
@@ -133,7 +134,13 @@ def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit
 
     @app.get(protocol.HEALTH_PATH)
     async def healthz() -> Response:
-        return _probe(health(core, stall_limit_s))
+        nonlocal fit
+        verdict = health(core, stall_limit_s)
+        if verdict.fit is not fit:
+            level = logging.INFO if verdict.fit else logging.ERROR
+            log.log(level, fields("health", fit=Change(fit, verdict.fit), why=verdict.reason))
+            fit = verdict.fit
+        return _probe(verdict)
 
     @app.get(protocol.READY_PATH)
     async def readyz() -> Response:
@@ -173,8 +180,9 @@ def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit
         authorise(http)
         objectives = decode_objectives(await _body(http))
         if objectives != telemetry.objectives:
+            old, new = (msgspec.structs.asdict(o) for o in (telemetry.objectives, objectives))
             telemetry.set_objectives(objectives)
-            log.info(fields("objectives", **msgspec.structs.asdict(objectives)))
+            log.info(fields("objectives", **{k: Change(old[k], new[k]) for k in old if old[k] != new[k]}))
         return _json(telemetry.objectives)
 
     @app.get(protocol.CAPACITY_PATH)

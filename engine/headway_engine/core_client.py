@@ -14,11 +14,12 @@ from enum import Enum
 from pathlib import Path
 
 from headway_engine.channel import ChannelClosed, FrontEnd
-from headway_engine.logs import fields
+from headway_engine.logs import Change, fields
 from headway_engine.messages import (
     Abort,
     Died,
     Drain,
+    Gauges,
     LimitsApplied,
     Loading,
     Ready,
@@ -31,6 +32,7 @@ from headway_engine.messages import (
 )
 from headway_engine.protocol import Limits, Outcome
 from headway_engine.sequence import Event, Finished, Rejected, Request, RequestId, Started
+from headway_engine.storms import Began, Over, Storms
 from headway_engine.telemetry import Journey, Telemetry
 from headway_engine.text import Tokeniser
 
@@ -112,6 +114,7 @@ class CoreClient:
         self._last_words = ""  # why the core ended, when it could say so itself
         self._idle = asyncio.Event()
         self._idle.set()
+        self._storms = Storms()
         self._owed_since_s: float | None = None  # since when the core owes a report; None: it owes none
 
     @property
@@ -222,10 +225,11 @@ class CoreClient:
         """The core is gone: everyone who waits for it hears so."""
         if self.phase is Phase.GONE:
             return
+        phase = Change(self.phase.value, Phase.GONE.value)
         self.phase = Phase.GONE
         self.doing = why = self._last_words or message
         if not self._stopping:
-            log.error(fields("core-gone", reason=why, in_flight=self.in_flight))
+            log.error(fields("core-gone", phase=phase, why=why, in_flight=self.in_flight))
         self._cut_off_gone()
         self._telemetry.core_gone()
         for answer in self._tickets.values():
@@ -239,6 +243,9 @@ class CoreClient:
             case StepReport():
                 self._telemetry.record(report, now_s)
                 self._deliver(report.events)
+                storm = self._storms.note(report.gauges.preemptions_total, now_s)
+                if storm is not None:
+                    log_storm(storm, report.gauges)
             case Refused(rejected=rejected, gauges=gauges):
                 self._telemetry.refused(rejected.id, gauges, now_s)
                 self._put(rejected)
@@ -254,7 +261,6 @@ class CoreClient:
             case Ready():
                 await self._become_ready(report)
             case Died(message=message):
-                log.error(fields("core-died", error=message))
                 self._last_words = message
         self._owed_since_s = now_s if self._boxes else None
 
@@ -269,6 +275,7 @@ class CoreClient:
         log.info(
             fields(
                 "ready",
+                phase=Change(Phase.STARTING.value, Phase.READY.value),
                 model=ready.model,
                 device=ready.device,
                 dtype=ready.dtype,
@@ -308,3 +315,31 @@ class CoreClient:
         if self._end is None:
             return  # the core has not been started: there is nothing it could know of
         self._end.send(command)
+
+
+def log_storm(storm: Began | Over, gauges: Gauges) -> None:
+    """One line when sequences begin to push each other out over and over, and one when that is over."""
+    seconds = round(storm.seconds, 1)
+    if isinstance(storm, Began):
+        log.warning(
+            fields(
+                "preemption-storm",
+                storm=Change(False, True),
+                preemptions=storm.preemptions,
+                seconds=seconds,
+                running=gauges.running,
+                waiting=gauges.waiting,
+                kv_used_blocks=gauges.kv_used_blocks,
+                why="more sequences run than the KV cache holds",
+            )
+        )
+    else:
+        log.info(
+            fields(
+                "preemption-storm",
+                storm=Change(True, False),
+                preemptions=storm.preemptions,
+                seconds=seconds,
+                why="none for a while",
+            )
+        )

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from headway_engine.limits import differences, successor
-from headway_engine.logs import fields
+from headway_engine.logs import Change, fields
 from headway_engine.messages import (
     Abort,
     Command,
@@ -197,11 +197,14 @@ class Loop:
                 self._note(self._scheduler.abort(request_id, now_s))
                 self._changed = True
             case SetLimits(ticket=ticket, limits=wanted):
-                self._put_in_force(wanted)
+                self._put_in_force(wanted, "asked for")
                 self._report(LimitsApplied(ticket=ticket, limits=self.limits))
             case Drain():
                 self._scheduler.drain()
-                log.info(fields("draining", running=self._scheduler.running, waiting=self._scheduler.waiting))
+                # The front end has logged it; this is what it means here.
+                log.debug(
+                    fields("draining", running=self._scheduler.running, waiting=self._scheduler.waiting)
+                )
                 # Not admitted yet, so refused like newcomers, and told so now.
                 for request in self._preparer.take_all() if self._preparer else ():
                     self._admit(request, now_s)
@@ -215,13 +218,13 @@ class Loop:
         else:
             self._changed = True
 
-    def _put_in_force(self, wanted: Limits) -> None:
+    def _put_in_force(self, wanted: Limits, why: str) -> None:
         limits = successor(self.limits, wanted)
         if limits is self.limits:
             return
         self._scheduler.set_limits(limits)
-        changes = {name: f"{was}->{now}" for name, was, now in differences(self.limits, limits)}
-        log.info(fields("limits", **changes))
+        changes = {name: Change(was, now) for name, was, now in differences(self.limits, limits)}
+        log.info(fields("limits", **changes, why=why))
         self.limits = limits
 
     def _run_isolated(self, step: Step) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
@@ -252,7 +255,8 @@ class Loop:
             except Exception as error:  # noqa: BLE001
                 failed.update((chunk.sequence.id, _words(error)) for chunk in part)
         for request_id, message in failed.items():
-            log.error(fields("request-failed", id=request_id, error=message))
+            # The front end logs it at level error, with what is known of the request there.
+            log.debug(fields("request-failed", id=request_id, error=message))
         return sampled, failed
 
     def _lower_tokens(self, tokens: int) -> None:
@@ -262,7 +266,8 @@ class Loop:
         if self._lowered or wanted >= self.limits.max_batch_tokens:
             return
         self._lowered = True
-        self._put_in_force(msgspec.structs.replace(self.limits, max_batch_tokens=wanted))
+        fitting = msgspec.structs.replace(self.limits, max_batch_tokens=wanted)
+        self._put_in_force(fitting, "a step did not fit into memory")
         self._report(LimitsApplied(ticket=0, limits=self.limits))
 
     def _going_on(self, step: Step, failed: Mapping[RequestId, str]) -> bool:

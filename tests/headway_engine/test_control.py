@@ -2,10 +2,15 @@
 
 import json
 
+import httpx
 import pytest
 
+from headway_engine.control import control_app
+from headway_engine.core_client import Mailbox, Phase
 from headway_engine.protocol import Limits
+from headway_engine.sequence import Started
 from support import fake_engine
+from support.core_line import Bench, request
 from support.engine_server import engine_server
 
 WHOLE = {name: getattr(Limits(max_batch_sequences=64), name) for name in Limits.__struct_fields__}
@@ -120,3 +125,22 @@ def test_the_two_ports_are_two_applications(engine):
     for path in ("/metrics", "/control/limits", "/healthz"):
         assert engine.get(path, management=False)[0] == 404
     assert engine.get("/v1/models")[0] == 404
+
+
+async def test_health_is_logged_when_it_changes_and_not_at_each_probe(caplog):
+    """With why; the probes go on every few seconds."""
+    b = Bench()
+    b.core.phase = Phase.READY
+    app = control_app(b.core, b.telemetry, key="", stall_limit_s=60.0)
+    caplog.set_level("INFO", "headway.control")
+    b.core.submit([request()], Mailbox())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        for now_s, status in ((101.0, 200), (300.0, 503), (301.0, 503), (302.0, 503)):
+            b.now_s = now_s
+            assert (await client.get("/healthz")).status_code == status
+        await b.report(Started("a", 0))
+        assert (await client.get("/healthz")).status_code == 200
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("ERROR", 'health fit=True->False why="1 requests are pending and no step has ended for 200 s"'),
+        ("INFO", "health fit=False->True why=ok"),
+    ]

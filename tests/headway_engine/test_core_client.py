@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headway_engine.core_client import CoreGone, Phase
-from headway_engine.messages import Died, LimitsApplied, SetLimits
+from headway_engine.messages import Died, Gauges, LimitsApplied, SetLimits, StepReport
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Finished, FinishReason, Started, TokenOut
 from support.core_line import Bench, never, settle
@@ -79,3 +79,18 @@ async def test_idle_comes_back_when_the_last_request_ends():
     assert not waiting.done()
     await b.report(TokenOut("a", 65), Finished("a", FinishReason.STOP))
     await asyncio.wait_for(asyncio.gather(waiting, replies), 10)
+
+
+async def test_a_storm_of_preemptions_is_two_lines_of_the_log(caplog):
+    """One when it begins and one when it is over, however many sequences give way in between."""
+    b = Bench()
+    caplog.set_level("INFO", "headway.front")
+    for total in (1, 20, 40, 40):
+        await b.core._take(StepReport(at_s=0.0, gauges=Gauges(preemptions_total=total, running=7)))
+        b.now_s += 1.0
+    b.now_s += 60.0
+    await b.core._take(StepReport(at_s=0.0, gauges=Gauges(preemptions_total=40)))
+    began, over = [record.getMessage() for record in caplog.records]
+    assert began.startswith("preemption-storm storm=False->True preemptions=19 ")
+    assert "running=7" in began
+    assert over.startswith("preemption-storm storm=True->False preemptions=39 ")
