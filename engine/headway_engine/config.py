@@ -12,6 +12,9 @@ from pathlib import Path
 from headway_engine.logs import FORMAT_ENV, LogFormat
 from headway_engine.protocol import MANAGEMENT_PORT, PUBLIC_PORT
 
+QUANTIZATIONS = ("int8wo",)
+"""Ways to pack weights while they are read. int8wo: 8-bit integers with one scale a row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -22,6 +25,7 @@ class EngineConfig:
     served_model_name: str = ""  # empty: the last part of the model URI
     max_model_len: int = 0  # 0: the model's own limit
     dtype: str = "auto"
+    quantization: str = ""  # one of QUANTIZATIONS; empty: weights as the checkpoint has them
     device: str = "auto"
     runner: str = "auto"
     host: str = "0.0.0.0"
@@ -71,6 +75,12 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of prompt and output together; 0: the model's limit",
     )
     p.add_argument("--dtype", default=d.dtype, choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument(
+        "--quantization",
+        default=d.quantization,
+        choices=["", *QUANTIZATIONS],
+        help="pack the weights while they are read; needs the extra headway[quant]",
+    )
     p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
     p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused"])
     p.add_argument("--host", default=d.host)

@@ -1,10 +1,10 @@
 """A transformers causal language model, loaded and judged: what cannot be served right is refused.
 
-Knows where weights come from (`model_source`) and what attention features are handled; nothing of caches
-of keys and values, batches or queues.
+Puts together where weights come from (`model_source`, `weights`) and what can be handled (`architecture`,
+`listening`); knows nothing of caches of keys and values, batches or queues.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
+from headway_engine.architecture import context_limit, refusal, unheard
+from headway_engine.listening import attention_calls
 from headway_engine.model_source import (
     ModelError,
     ModelSource,
@@ -22,9 +23,9 @@ from headway_engine.model_source import (
     resolve,
     weights_folder,
 )
+from headway_engine.weights import read_folder
 
-_Auto: Any = AutoModelForCausalLM  # the methods of neither carry types
-_logging: Any = logging
+_Auto: Any = AutoModelForCausalLM  # its methods carry no types
 
 __all__ = [
     "LoadedModel",
@@ -34,6 +35,7 @@ __all__ = [
     "choose_dtype",
     "default_cache_dir",
     "load",
+    "refusal",
     "resolve",
 ]
 
@@ -53,9 +55,13 @@ class LoadedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all parameters and buffers, tied ones counted once."""
-        tensors = {t.data_ptr(): t.nbytes for t in (*self.module.parameters(), *self.module.buffers())}
-        return sum(tensors.values())
+        """Memory of all parameters and buffers, tied ones counted once, quantized ones as they are stored."""
+        stored = (
+            tensor
+            for whole in (*self.module.parameters(), *self.module.buffers())
+            for tensor in _stored_tensors(whole)
+        )
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in stored}.values())
 
 
 def choose_device(name: str) -> torch.device:
@@ -99,22 +105,29 @@ def load(
     device: str,
     max_model_len: int,
     progress: Callable[[str], None],
+    quantize: str = "",
 ) -> LoadedModel:
-    """Load the weights and check that the model can be served right. Raises ModelError."""
-    _logging.disable_progress_bar()  # progress goes to `progress`, not to the terminal
+    """Load the weights and check that the model can be served right. Raises ModelError.
+
+    `quantize` packs the weights while they are read, see `config.QUANTIZATIONS`; empty: as they are.
+    """
     target = choose_device(device)
     compute = choose_dtype(dtype, target)
     if source.shape is not None:
+        if quantize:
+            raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
         progress(f"making a random {source.shape.architecture} model")
         module = _random_model(source.shape, compute)
     else:
         folder = weights_folder(source, progress)
-        progress(f"loading weights from {folder}")
-        module = _read_folder(folder, source, compute)
+        module = read_folder(folder, source.uri, compute, quantize, progress)
     module = module.eval().requires_grad_(False).to(target)
-    config = module.config.get_text_config()
-    max_model_tokens = _context_limit(config, max_model_len)
-    if reason := refusal(module, config, max_model_tokens):
+    config = _text_config(module)
+    max_model_tokens = context_limit(config, max_model_len)
+    if reason := (
+        refusal(module, config, max_model_tokens)
+        or unheard(attention_calls(module, target), max_model_tokens)
+    ):
         raise ModelError(f"model: {type(module).__name__} cannot be served: {reason}")
     millions = sum(p.numel() for p in module.parameters()) / 1e6
     return LoadedModel(
@@ -129,62 +142,20 @@ def load(
     )
 
 
-def refusal(module: Any, config: Any, max_model_tokens: int) -> str | None:
-    """Why this model would give wrong answers here, and a way out; None when it is fine."""
-    if getattr(module.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder; only decoder-only causal models are served"
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        return (
-            f"it has {', '.join(sorted(other))} layers (a hybrid model); run it on the vllm or sglang runtime"
-        )
-    if not getattr(type(module), "_supports_attention_backend", False):
-        return (
-            "its modelling code does not take transformers' attention interface; run it on the vllm runtime"
-        )
-    window = _window_in_use(config)
-    if window is not None and window < max_model_tokens:
-        return (
-            f"it attends through a sliding window of {window} tokens, which is not handled; "
-            f"set maxModelLen (--max-model-len) to at most {window}, or run it on the vllm runtime"
-        )
-    for name in ("attn_logit_softcapping",):
-        if getattr(config, name, None):
-            return f"its configuration sets {name}, which is not handled; run it on the vllm runtime"
-    return None
+def _text_config(module: Any) -> Any:
+    try:
+        return module.config.get_text_config()
+    except ValueError as error:  # several texts in one model
+        raise ModelError(f"model: {type(module).__name__} cannot be served: {error}") from error
 
 
-def _window_in_use(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    types = getattr(config, "layer_types", None)
-    if types is not None and "sliding_attention" not in types:
-        return None
-    return int(window)
-
-
-def _context_limit(config: Any, max_model_len: int) -> int:
-    limit = next(
-        (
-            int(value)
-            for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-            if (value := getattr(config, name, None))
-        ),
-        None,
-    )
-    if limit is None:
-        if max_model_len < 1:
-            raise ModelError(
-                "maxModelLen: the model's configuration names no context length; set --max-model-len"
-            )
-        return max_model_len
-    if max_model_len > limit:
-        raise ModelError(
-            f"maxModelLen: {max_model_len} is more than the model's own limit of {limit} tokens; "
-            "lower it, or set 0"
-        )
-    return max_model_len or limit
+def _stored_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensor, or those that a quantized one keeps its numbers in (it has no address of its own)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _stored_tensors(getattr(tensor, name))
 
 
 def _eos_token_ids(module: Any) -> tuple[int, ...]:
@@ -194,17 +165,6 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
-
-
-def _read_folder(folder: Path, source: ModelSource, dtype: torch.dtype) -> Any:
-    try:
-        return _Auto.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
-    except MemoryError as error:
-        raise ModelError(f"model: not enough memory for the weights of {source.uri}") from error
-    except Exception as error:
-        raise ModelError(
-            f"model: {source.uri} cannot be loaded as a causal language model: {error}"
-        ) from error
 
 
 def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:

@@ -1,0 +1,243 @@
+"""Architectures as folders on disk: each answers as generate() does, or is refused in words before it starts.
+
+Tiny models with random weights, spread wide so that answers vary. Nothing may load and answer wrongly.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headway_engine import architecture, listening
+from headway_engine.model import LoadedModel, load
+from headway_engine.model_source import ModelError, resolve
+from headway_engine.protocol import Capacity
+from headway_engine.runner import build_runner
+from support import tiny_models
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OLD_STYLE = {"num_key_value_heads": None, "intermediate_size": None}  # not theirs to name
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {  # keys and values out of one latent vector, keys wider than values
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+TEMPERATURE_BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+GEMMA = {"head_dim": 8, "initializer_range": 0.05, "tie_word_embeddings": False}
+BOTH_KINDS = ["sliding_attention", "full_attention"]
+
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "attention_bias": True}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 97}),  # as wide as the context: no window
+    ("ministral3", {"rope_parameters": TEMPERATURE_BY_POSITION}),
+    ("mixtral", EXPERTS),
+    ("qwen2", {}),
+    ("qwen2_moe", EXPERTS),
+    ("qwen3", {"head_dim": 8}),
+    ("qwen3_moe", {"head_dim": 8, **EXPERTS}),
+    ("gemma", {"head_dim": 8}),  # scales its embeddings
+    (
+        "gemma2",
+        {**GEMMA, "initializer_range": 0.3, "attn_logit_softcapping": None, "sliding_window": 128},
+    ),  # caps its logits
+    ("gemma3_text", {**GEMMA, "sliding_window": 97, "layer_types": BOTH_KINDS}),
+    ("gpt2", OLD_STYLE),
+    ("gpt_bigcode", OLD_STYLE),  # one head of keys for all
+    ("gpt_neox", {}),
+    ("gptj", {**OLD_STYLE, "rotary_dim": 4}),
+    ("codegen", {**OLD_STYLE, "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}),
+    ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    ("phi", {}),
+    ("phi3", {}),
+    ("phi3", {"original_max_position_embeddings": 97, "rope_scaling": LONGROPE}),
+    ("starcoder2", {}),
+    ("olmo", {}),
+    ("olmo2", {}),
+    ("smollm3", {"no_rope_layers": [1, 0]}),
+    ("cohere", {}),
+    ("glm4", {"head_dim": 8}),
+    ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 4.0, "attention_multiplier": 0.1}),
+    ("granitemoe", EXPERTS),
+    ("deepseek_v2", {**LATENT, **ROUTED, "topk_group": 1}),
+    ("deepseek_v3", {**LATENT, **ROUTED, "topk_group": 1}),
+]
+
+NO_INTERFACE = "does not take transformers' attention interface"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral", {"sliding_window": 32}, "maxModelLen (--max-model-len) to at most 32"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "at most 16"),
+    ("gemma2", {"head_dim": 8, "sliding_window": 128}, "attn_logit_softcapping"),
+    ("gemma3_text", {"head_dim": 8, "sliding_window": 8, "layer_types": BOTH_KINDS}, "window of 8 tokens"),
+    ("cohere2", {"sliding_window": 8, "layer_types": BOTH_KINDS}, "window of 8 tokens"),
+    ("gpt_oss", {"head_dim": 8, "sliding_window": 128, **EXPERTS}, "attention sinks"),
+    ("phi3", {"original_max_position_embeddings": 16, "rope_scaling": LONGROPE}, "to at most 16"),
+    ("bloom", {}, NO_INTERFACE),  # alibi
+    ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, NO_INTERFACE),  # alibi
+    ("falcon", {}, NO_INTERFACE),
+    ("stablelm", {}, NO_INTERFACE),
+    ("doge", {"head_dim": 8}, "an attention mask of its own"),
+    ("diffllama", {"head_dim": 8}, "more than once in a layer"),
+    ("bert", {}, "in both directions"),
+    ("mamba", {}, "state-space or hybrid"),
+    ("jamba", {"num_experts": 2, "mamba_dt_rank": 4}, "state-space or hybrid"),
+    ("llama4_text", {"head_dim": 8, "intermediate_size_mlp": 64, **EXPERTS}, "chunked_attention"),
+    ("bart", {}, NO_INTERFACE),
+]
+
+CAPACITY = Capacity(
+    max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
+)
+PROMPT = tuple((i * 37) % 290 + 3 for i in range(30))
+NEIGHBOUR = tuple((i * 53) % 290 + 3 for i in range(41))
+TOKENS = 16
+
+
+def names(rows: list[Any]) -> list[str]:
+    return [f"{row[0]}-{number}" for number, row in enumerate(rows)]
+
+
+def saved(folder: Path, kind: str, changes: dict[str, Any]) -> Path:
+    """A folder with a random model of this kind; norms and biases are not their usual ones and zeros."""
+    sizes = {
+        name: value for name, value in (SIZES | changes).items() if not (value is None and name in SIZES)
+    }
+    config = AutoConfig.for_model(kind, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    module.save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, dtype: str = "float32") -> LoadedModel:
+    source = resolve(f"file://{folder}", "main", folder / "cache")
+    return load(source, dtype=dtype, device="cpu", max_model_len=97, progress=lambda _: None)
+
+
+def generated(folder: Path) -> tuple[int, ...]:
+    """What transformers alone says, from the same folder."""
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([PROMPT])
+    out = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=-1,
+    )
+    return tuple(out[0, len(PROMPT) :].tolist())
+
+
+@pytest.mark.parametrize(("kind", "changes"), SERVED, ids=names(SERVED))
+def test_it_says_what_generate_says(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """From a folder, in chunks, beside a longer neighbour: token for token."""
+    folder = saved(tmp_path, kind, changes)
+    expected = generated(folder)
+    assert len(set(expected)) > 3, "it says one thing only, so this test could not fail"
+    runner = build_runner(tiny_models.engine_config(runner="auto"), loaded(folder), CAPACITY)
+    ours = tiny_models.sequence("ours", PROMPT, range(16))
+    neighbour = tiny_models.sequence("neighbour", NEIGHBOUR, range(16, 40))
+    tiny_models.advance(runner, (neighbour, 41), (ours, 11))
+    tiny_models.advance(runner, (neighbour, 1), (ours, 19))
+    while ours.output_len < TOKENS:
+        tiny_models.advance(runner, (ours, 1), (neighbour, 1))
+    assert tuple(ours.tokens[len(PROMPT) :]) == expected
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), REFUSED, ids=names(REFUSED))
+def test_it_is_refused_before_it_starts(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """The sentence says why, and what to do instead."""
+    folder = saved(tmp_path, kind, changes)
+    with pytest.raises(ModelError, match="runtime") as caught:
+        build_runner(tiny_models.engine_config(runner="auto"), loaded(folder), CAPACITY)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("kind", ["t5", "qwen2_vl"])
+def test_what_is_no_causal_language_model_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
+    """Without a list of the two hundred classes that would do."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(ModelError, match=f"has none of model_type '{kind}'") as caught:
+        loaded(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+def test_bfloat16_refuses_what_float32_refuses(tmp_path: Path) -> None:
+    """Rounding hides small differences of logits; what the layers ask for is the same in every dtype."""
+    folder = saved(tmp_path, "diffllama", {"head_dim": 8})
+    with pytest.raises(ModelError, match="more than once in a layer"):
+        loaded(folder, "bfloat16")
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    plain = {"layer": 0, "attention_mask": None, "is_causal": True, "dropout": 0.0, "use_cache": False}
+    return plain | {"position_ids": torch.arange(2), "sliding_window": None} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"sliding_window": 97, "output_attentions": False, "softcap": None}, None),
+        ({"sliding_window": 96}, "at most 96"),
+        ({"softcap": 50.0}, "soft-capped"),
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"position_bias": torch.zeros(4)}, "position bias"),
+        ({"attention_mask": torch.zeros(2, 2)}, "mask of its own"),
+        ({"is_causal": False}, "both directions"),
+        ({"next_years_invention": 3}, "asks for next_years_invention"),
+    ],
+)
+def test_what_a_layer_asks_for_is_never_lost_without_a_word(changes: dict[str, Any], words: str) -> None:
+    """Only what is known to be harmless passes."""
+    reason = architecture.unheard([call(), call(layer=1, **changes)], 97)
+    assert reason is None if words is None else words in (reason or "")
+
+
+def test_a_model_without_attention_calls_is_not_guessed_at() -> None:
+    assert "do not call" in (architecture.unheard([], 97) or "")
+
+
+def test_listening_leaves_the_model_as_it_was() -> None:
+    """One call a layer, and the attention it had before."""
+    module = tiny_models.plain("qwen2")
+    before = module.config._attn_implementation
+    calls = listening.attention_calls(module, torch.device("cpu"))
+    assert [c["layer"] for c in calls] == [0, 1]
+    assert module.config._attn_implementation == before
