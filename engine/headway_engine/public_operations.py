@@ -182,6 +182,10 @@ class Model(Form):
     max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and output together")]
 
 
+class Health(Form):
+    status: Literal["ok"]
+
+
 class Models(Form):
     object: Literal["list"]
     data: list[Model]
@@ -290,6 +294,14 @@ OPERATIONS: Operations = {
             **COMPUTED,
             **STARTING,
         },
+    ),
+    ("get", "/health"): Operation(
+        id="health",
+        tag="models",
+        summary="Whether requests are served now",
+        description="For clients and load balancers; the probes of a kubelet are at the management port.",
+        open=True,
+        answers={200: Answer(description="they are", type=Health), **STARTING},
     ),
     ("get", "/v1/models"): Operation(
         id="models",

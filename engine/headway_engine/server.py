@@ -237,6 +237,11 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     async def openapi_document() -> Response:
         return json_response(schema)
 
+    @app.get("/health")
+    async def health() -> Response:
+        front.serving()
+        return json_response(b'{"status":"ok"}')
+
     def model() -> dict[str, Any]:
         context = front.serving().ready.capacity.max_model_tokens
         return answers.model(front.served_name, front.created, context)
