@@ -32,6 +32,7 @@ from headway_cli.machine import OneMachine
 from headway_cli.report import Record
 from headway_cli.table import View
 from headway_cli.traces import Arrival
+from headway_engine.logs import LineFormatter
 from headway_local.local_cluster import Event
 
 DEFAULT_PORT = 8000
@@ -344,7 +345,7 @@ class Session:
 def log_to(file: Path) -> None:
     """What the controller logs goes to a file: it would tear the live table."""
     handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(LineFormatter())
     logging.getLogger().addHandler(handler)
     logging.getLogger("headway_operator").setLevel(logging.INFO)
 

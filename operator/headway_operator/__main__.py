@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 
+from headway_engine import logs
+from headway_engine.logs import fields
 from headway_operator import handlers
 from headway_operator.cluster import ClusterError, Forbidden, Gone, TryAgain
 from headway_operator.cluster_kube import KubeCluster, Login, LoginFailed, log_in
@@ -144,7 +146,7 @@ class Controller:
                 return
             except (Gone, TryAgain, Forbidden) as error:
                 if not told:
-                    logger.warning("waiting for %s to be served: %s", KIND, error)
+                    logger.warning(fields("waiting-for-kind", kind=KIND, error=error))
                     told = True
             await asyncio.sleep(KIND_RETRY_S)
 
@@ -160,7 +162,7 @@ class Controller:
                         self._watch_age.seen(key, metadata["uid"], metadata.get("generation", 0))
                         self._queue.add(key)
             except ClusterError as error:
-                logger.warning("resync: %s", error)
+                logger.warning(fields("resync-failed", error=error))
 
     def _namespaces(self) -> Iterable[str]:
         return self._settings.watch_namespaces or ("",)
@@ -222,7 +224,7 @@ async def _until(stop: Awaitable[object], running: asyncio.Task[None]) -> int:
     stopping = asyncio.ensure_future(stop)
     await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
-        logger.info("asked to stop")
+        logger.info(fields("stopping", why="a signal"))
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError, LeadershipLost):
             await running
@@ -231,11 +233,11 @@ async def _until(stop: Awaitable[object], running: asyncio.Task[None]) -> int:
     try:
         running.result()
     except LeadershipLost as error:
-        logger.error("%s", error)
+        logger.error(fields("leadership-lost", why=error))
     except Exception:
-        logger.exception("the controller cannot go on")
+        logger.exception(fields("controller-failed"))
     else:
-        logger.error("the watch ended")
+        logger.error(fields("watch-ended"))
     return 1
 
 
@@ -246,18 +248,14 @@ def main() -> int:
     except SettingsError as error:
         print(error, file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure(settings.log_level, settings.log_format)
     if settings.log_level != "debug":
         # kopf says that it called us, for every event of every pod.
         logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         return asyncio.run(serve(settings))
     except LoginFailed as error:
-        logger.error("%s", error)
+        logger.error(fields("login-failed", why=error))
         return 2
 
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from headway_engine.logs import fields
+
 logger = logging.getLogger(__name__)
 
 
@@ -105,7 +107,7 @@ class Leader:
         LeadershipLost when it could not be kept. Cancelling stops `lead` first and then gives back.
         """
         await self._acquire()
-        logger.info("leading as %s", self._me)
+        logger.info(fields("leading", leader=self._me))
         work = asyncio.ensure_future(lead())
         keep = asyncio.create_task(self._keep(), name="lease")
         try:
@@ -151,7 +153,7 @@ class Leader:
                     raise LeadershipLost(
                         f"the lease could not be renewed for {self._timing.renew_s:g} s: {error}"
                     ) from error
-                logger.warning("renewing the lease: %s", error)
+                logger.warning(fields("lease-not-renewed", error=error))
             else:
                 # Counted from before the write: the others may have seen it that early.
                 deadline_s = started_s + self._timing.renew_s
@@ -184,9 +186,9 @@ class Leader:
                     if stored is None or stored.holder != self._me:
                         return
                     await self._store.replace(self._empty(stored))
-            logger.info("lease given back")
+            logger.info(fields("lease-given-back"))
         except (LeaseUnavailable, TimeoutError) as error:
-            logger.warning("the lease could not be given back, it will run out: %s", error)
+            logger.warning(fields("lease-not-given-back", why="it will run out", error=error))
 
     def _empty(self, lease: Lease) -> Lease:
         return replace(lease, holder="", duration_s=1, renewed_s=self._wall_s())

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from headway_engine.logs import fields
+
 Key = tuple[str, str]
 
 logger = logging.getLogger(__name__)
@@ -213,8 +215,11 @@ class WorkQueue:
         except Exception as error:  # one key's trouble, of whatever sort, must not stop the others
             failure = error
             delay_s = self._schedule.failed(key, self._now_s(), self._chance(), self._patience(error))
-            logger.warning("%s/%s: %s; again in %.1f s", *key, _describe(error), delay_s)
-            logger.debug("%s/%s", *key, exc_info=error)
+            name = "/".join(key)
+            logger.warning(
+                fields("reconcile-failed", resource=name, error=_describe(error), again_s=round(delay_s, 1))
+            )
+            logger.debug(fields("reconcile-failed", resource=name), exc_info=error)
         else:
             self._schedule.done(key, cause, self._now_s(), after_s, self._chance())
         self._finished(key, self._now_s() - start_s, failure)

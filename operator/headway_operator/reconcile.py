@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headway_engine.logs import fields
 from headway_engine.protocol import Capacity
 from headway_operator import manifests, status
 from headway_operator.cluster import Cluster, ClusterError, Forbidden, Gone, Manifest, Refused
@@ -370,7 +371,7 @@ class Reconciler:
         now_s = self._clock.monotonic_s()
         for item in news:
             name = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
-            logger.info("%s: %s: %s", name, item.reason, item.note)
+            logger.info(fields(item.reason, resource=name, note=item.note))
             if not known.quota.allows(item.topic, now_s):
                 continue
             try:
@@ -381,7 +382,7 @@ class Reconciler:
                 return  # nobody is left to tell
             except ClusterError as error:
                 # An event is news, not state: it is not worth doing the whole run again.
-                logger.warning("%s: event not posted: %s", name, error)
+                logger.warning(fields("event-not-posted", resource=name, error=error))
 
     async def _report_invalid(self, body: Manifest, known: Known, error: InvalidSpec) -> None:
         before = body.get("status") or None

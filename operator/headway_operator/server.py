@@ -12,6 +12,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from headway_engine.logs import fields
+
 Complaint = str | None
 Check = Callable[[], Complaint]
 
@@ -179,7 +181,7 @@ class Server:
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         bound = int(self._runner.addresses[0][1])
-        logger.info("metrics and probes on port %d", bound)
+        logger.info(fields("listening", port=bound))
         return bound
 
     async def close(self) -> None:

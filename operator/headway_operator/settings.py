@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headway_engine.logs import FORMAT_ENV, LogFormat
+
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -43,6 +45,7 @@ class Settings:
     namespace: str = "default"  # where the Lease lives
     identity: str = "headway"  # who holds the Lease
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
 
 
 def read(environment: Mapping[str, str]) -> Settings:
@@ -83,6 +86,8 @@ def read(environment: Mapping[str, str]) -> Settings:
     check(bool(DNS_LABEL.fullmatch(own_namespace)), "POD_NAMESPACE", "must be a namespace name")
     level = text("HEADWAY_LOG_LEVEL", "info").lower()
     check(level in LOG_LEVELS, "HEADWAY_LOG_LEVEL", f"must be one of {', '.join(LOG_LEVELS)}")
+    log_format = text(FORMAT_ENV, LogFormat.TEXT).lower()
+    check(log_format in list(LogFormat), FORMAT_ENV, f"must be one of {', '.join(LogFormat)}")
     if problems:
         raise SettingsError(problems)
     return Settings(
@@ -95,4 +100,5 @@ def read(environment: Mapping[str, str]) -> Settings:
         namespace=own_namespace,
         identity=text("POD_NAME", socket.gethostname()),
         log_level=level,
+        log_format=LogFormat(log_format),
     )

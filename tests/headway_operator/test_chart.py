@@ -176,13 +176,14 @@ def test_the_controller_can_read_the_settings_it_is_given(values: tuple[str, ...
 def test_settings_arrive_as_they_were_set() -> None:
     read = settings.read(
         environment(
-            "--set", "watchNamespaces={a,b},logLevel=debug,engine.image.tag=v7,engine.image.pullPolicy=Never"
+            "--set",
+            "watchNamespaces={a,b},logLevel=debug,logFormat=json,engine.image.tag=v7,engine.image.pullPolicy=Never",
         )
         | {"POD_NAME": "x", "POD_NAMESPACE": "y"}
     )
     assert read.watch_namespaces == ("a", "b")
     assert read.engine_image == "headway-engine:v7"
-    assert (read.engine_pull_policy.value, read.log_level) == ("Never", "debug")
+    assert (read.engine_pull_policy.value, read.log_level, read.log_format) == ("Never", "debug", "json")
 
 
 def test_a_digest_wins_over_a_tag() -> None:
@@ -236,6 +237,7 @@ def test_two_releases_do_not_meet() -> None:
         ("replicaCount=2", "replicaCount"),
         ("crds.install=true", "install"),
         ("logLevel=loud", "logLevel"),
+        ("logFormat=xml", "logFormat"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("image.digest=md5:1", "digest"),
         ("watchNamespaces={Not_A_Name}", "watchNamespaces"),

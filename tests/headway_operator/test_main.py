@@ -15,6 +15,7 @@ import pytest
 from support.eventually import eventually
 from support.fake_api import Answer, Asked, FakeApi
 
+TOKEN = "a-token-for-nobody-else"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
 
 
@@ -58,7 +59,7 @@ def kubeconfig(folder: Path, server: str) -> Path:
                 "current-context": "c",
                 "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
                 "clusters": [{"name": "k", "cluster": {"server": server}}],
-                "users": [{"name": "u", "user": {"token": "t"}}],
+                "users": [{"name": "u", "user": {"token": TOKEN}}],
             }
         )
     )
@@ -123,6 +124,8 @@ async def test_it_leads_watches_answers_probes_and_ends_cleanly(api: FakeApi, tm
         HEADWAY_OPERATOR_PORT=str(port),
         KUBECONFIG=str(kubeconfig(tmp_path, api.url)),
         POD_NAME="headway-operator-0",
+        HEADWAY_LOG_FORMAT="json",
+        HEADWAY_LOG_LEVEL="debug",
     )
     try:
         kinds = ("inferencedeployments", "deployments", "pods")
@@ -149,6 +152,11 @@ async def test_it_leads_watches_answers_probes_and_ends_cleanly(api: FakeApi, tm
     assert code == 0, output
     assert lease.holder == ""
     assert "Traceback" not in output, output
+    assert TOKEN not in output, output
+    lines = [json.loads(line) for line in output.splitlines()]
+    said = [line["message"] for line in lines if line["logger"].startswith("headway_operator")]
+    assert said == ["listening", "leading", "stopping", "lease-given-back"]
+    assert next(line["port"] for line in lines if line["message"] == "listening") == port
 
 
 async def _ready(ask: object) -> bool:

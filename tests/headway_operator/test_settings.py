@@ -30,6 +30,7 @@ def test_every_variable_is_read() -> None:
             "POD_NAMESPACE": "headway-system",
             "POD_NAME": "headway-operator-0",
             "HEADWAY_LOG_LEVEL": "DEBUG",
+            "HEADWAY_LOG_FORMAT": " JSON",
         }
     )
     assert settings.watch_namespaces == ("team-a", "team-b")
@@ -40,7 +41,7 @@ def test_every_variable_is_read() -> None:
         "headway-system",
         "headway-operator-0",
     )
-    assert settings.log_level == "debug"
+    assert (settings.log_level, settings.log_format) == ("debug", "json")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_every_variable_is_read() -> None:
         ("HEADWAY_LEASE_NAME", "a_b"),
         ("POD_NAMESPACE", "a/b"),
         ("HEADWAY_LOG_LEVEL", "loud"),
+        ("HEADWAY_LOG_FORMAT", "xml"),
     ],
 )
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
