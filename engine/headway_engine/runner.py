@@ -16,6 +16,7 @@ from headway_engine.attention import PAGED, PagedBatch, make_batch, register
 from headway_engine.config import EngineConfig
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
+from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
@@ -43,7 +44,7 @@ class TransformersRunner(StepRunner):
     ) -> None:
         """With a `library` of kernels, its attention is used; without, torch's own."""
         register()
-        super().__init__(model, capacity)
+        super().__init__(model, capacity, KernelPicker(library, threads) if library else None)
         self._library = native.declare(library) if library else None
         self._threads = threads
         plain = plain_logits(model, capacity)

@@ -1,12 +1,14 @@
 """Logits to tokens: one row a sequence, each with its own parameters, no row aware of its neighbours.
 
 A draw is the inverse of the cumulative distribution at a number made by hashing (seed, output position), so
-it does not depend on what else is in the batch. Where the distribution is cut, a few hundred of the likeliest
-tokens are nearly always enough, and a full sort is the rare way out. Log-probabilities are those of the model
-itself, before grammars, penalties, bias and temperature. Knows nothing of keys, values and layers.
+it does not depend on what else is in the batch. The draw itself is a `Picker`'s; torch's is here. Where the
+distribution is cut, a few hundred of the likeliest tokens are nearly always enough for it, and a full sort is
+the rare way out. Log-probabilities are those of the model itself, before grammars, penalties, bias and
+temperature. Knows nothing of keys, values and layers.
 """
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 
@@ -34,35 +36,73 @@ class NotFinite(ArithmeticError):
         self.ids = ids
 
 
+class Picker(Protocol):
+    """How tokens are picked from float32 logits [rows, vocabulary]; no row depends on another."""
+
+    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The highest value of each row; not a number where any of its values is none."""
+        ...
+
+    def pick(self, logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:
+        """A token for each row: the likeliest for temperature 0, else the one drawn at its number in [0, 1).
+
+        Tokens rank by value, then by id. Of the ranks, top_k keeps the first, then top_p those up to its
+        share of what top_k left, and min_p those with that share of the likeliest token's probability. A row
+        with a cut is drawn in order of ranks, one without in order of ids.
+        """
+        ...
+
+
+class TorchPicker:
+    """A Picker for any device. Which of several equal values ranks first is torch's choice."""
+
+    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+        """See Picker."""
+        return logits.amax(dim=-1)
+
+    def pick(self, logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float]) -> list[int]:
+        """See Picker."""
+        tokens = [0] * len(params)
+        greedy = [row for row, p in enumerate(params) if p.temperature <= 0]
+        drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+        if greedy:
+            for row, token in zip(greedy, _argmax(_rows(logits, greedy)).tolist(), strict=True):
+                tokens[row] = token
+        if drawn:
+            picks = _draw(
+                _rows(logits, drawn), [params[row] for row in drawn], [uniforms[row] for row in drawn]
+            )
+            for row, token in zip(drawn, picks, strict=True):
+                tokens[row] = token
+        return tokens
+
+
 def sample(
-    logits: torch.Tensor, sequences: Seq[Sequence], allowed: Allowed | None = None
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    allowed: Allowed | None = None,
+    picker: Picker | None = None,
 ) -> list[SampledToken]:
     """The next token of each sequence, from logits [len(sequences), vocabulary]. Raises NotFinite.
 
-    `allowed` says what the rows with a grammar may choose from.
+    `allowed` says what the rows with a grammar may choose from. Without a `picker`, torch's.
     """
     if not sequences:
         return []
+    picker = picker or TorchPicker()
     logits = logits.float()
     params = [s.request.sampling for s in sequences]
-    highest = logits.amax(dim=-1)
+    highest = picker.highest(logits)
     if not bool(torch.isfinite(highest).all()):
         bad = (~torch.isfinite(highest)).nonzero().flatten().tolist()
         raise NotFinite(tuple(sequences[row].id for row in bad))
     asked = [row for row, p in enumerate(params) if p.logprobs >= 0]
     own = logits[asked].clone() if asked else logits[:0]
-    edited = _edit(logits, sequences, allowed)
-    tokens = [0] * len(sequences)
-    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
-    greedy = [row for row, p in enumerate(params) if p.temperature <= 0]
-    if greedy:
-        for row, token in zip(greedy, _argmax(_rows(edited, greedy)).tolist(), strict=True):
-            tokens[row] = token
-    if drawn:
-        uniforms = [uniform(params[row].seed, sequences[row].output_len) for row in drawn]
-        picks = _draw(_rows(edited, drawn), [params[row] for row in drawn], uniforms)
-        for row, token in zip(drawn, picks, strict=True):
-            tokens[row] = token
+    uniforms = [
+        uniform(p.seed, s.output_len) if p.temperature > 0 else 0.0
+        for p, s in zip(params, sequences, strict=True)
+    ]
+    tokens = picker.pick(_edit(logits, sequences, allowed), params, uniforms)
     found: dict[int, TokenLogprob] = {}
     if asked:
         scores = _logprobs(own, [tokens[r] for r in asked], [params[r].logprobs for r in asked])
@@ -167,15 +207,16 @@ def _draw(logits: torch.Tensor, params: Seq[SamplingParams], uniforms: Seq[float
     return tokens
 
 
-def _warmths(params: Seq[SamplingParams]) -> list[float]:
-    return [1 / max(p.temperature, _COLDEST) for p in params]
+def warmth(params: SamplingParams) -> float:
+    """One over the temperature, as far as float32 goes."""
+    return 1 / max(params.temperature, _COLDEST)
 
 
 def _masses(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Probabilities up to a factor, the likeliest token's being 1. One new tensor; the rest is in place:
     fresh memory of this size costs more than the arithmetic."""
-    warmth = logits.new_tensor(_warmths(params))[:, None]
-    mass: torch.Tensor = (logits - logits.amax(dim=-1, keepdim=True)).mul_(warmth).exp_()
+    warmths = logits.new_tensor([warmth(p) for p in params])[:, None]
+    mass: torch.Tensor = (logits - logits.amax(dim=-1, keepdim=True)).mul_(warmths).exp_()
     return mass
 
 
@@ -205,8 +246,8 @@ def _draw_cut(
     vocabulary = logits.shape[1]
     values, tokens = _largest(logits, tier)
     total = _masses(logits, params).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    warmth = total.new_tensor(_warmths(params))[:, None]
-    mass = ((values - values[:, :1]) * warmth).exp() / total
+    warmths = total.new_tensor([warmth(p) for p in params])[:, None]
+    mass = ((values - values[:, :1]) * warmths).exp() / total
     sums = mass.cumsum(dim=-1)
     rank = torch.arange(tier, device=logits.device)
     top_k = torch.tensor([p.top_k or vocabulary for p in params], device=logits.device)

@@ -13,7 +13,7 @@ from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
 from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
-from headway_engine.sampling import NotFinite, sample, score
+from headway_engine.sampling import NotFinite, Picker, sample, score
 from headway_engine.sequence import (
     NO_TOKEN,
     Chunk,
@@ -78,11 +78,11 @@ class Runner(Protocol):
 
 
 class StepRunner:
-    """A runner but for its forward pass: subclasses give `name` and `_forward`."""
+    """A runner but for its forward pass: subclasses give `name` and `_forward`, and maybe a faster picker."""
 
     name = ""
 
-    def __init__(self, model: LoadedModel, capacity: Capacity) -> None:
+    def __init__(self, model: LoadedModel, capacity: Capacity, picker: Picker | None = None) -> None:
         self._model = model
         self._most_rows = most_logit_rows(capacity.max_batch_tokens, capacity.max_batch_sequences)
         shapes = layer_shapes(model)
@@ -94,6 +94,7 @@ class StepRunner:
             model.device,
         )
         self._grammars = _grammars(model)
+        self._picker = picker
 
     @property
     def follows_grammars(self) -> bool:
@@ -116,7 +117,7 @@ class StepRunner:
             with torch.inference_mode():
                 out: dict[str, SampledToken] = {}
                 for part in parts(chunks, self._most_rows):
-                    merge(out, outcomes(self._forward(part), part, self._grammars))
+                    merge(out, outcomes(self._forward(part), part, self._grammars, self._picker))
                 return out
         except GrammarFailed as error:
             raise StepError(f"the grammar cannot be followed: {error}", sequence_ids=error.ids) from error
@@ -262,10 +263,12 @@ def logit_rows(chunks: list[Chunk]) -> list[int]:
     return rows
 
 
-def outcomes(logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | None) -> dict[str, SampledToken]:
+def outcomes(
+    logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | None, picker: Picker | None
+) -> dict[str, SampledToken]:
     """What came of a forward pass; `logits` has the rows of `logit_rows`."""
     if not any(chunk.scored for chunk in chunks):
-        return sample_rows(logits, chunks, grammars)
+        return sample_rows(logits, chunks, grammars, picker)
     sampling: list[int] = []
     scoring: list[int] = []
     sequences: list[Sequence] = []
@@ -277,7 +280,7 @@ def outcomes(logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | Non
         successors.extend(chunk.sequence.tokens[position + 1] for position in chunk.scored)
         if chunk.samples:
             sampling.append(first + len(chunk.scored))
-    out = sample_rows(logits[sampling], chunks, grammars)
+    out = sample_rows(logits[sampling], chunks, grammars, picker)
     scores = iter(score(logits[scoring], sequences, successors))
     for chunk in chunks:
         own = tuple(next(scores) for _ in chunk.scored)
@@ -295,10 +298,14 @@ def merge(out: dict[str, SampledToken], more: dict[str, SampledToken]) -> None:
 
 
 def sample_rows(
-    logits: torch.Tensor, chunks: list[Chunk], grammars: Grammars | None = None
+    logits: torch.Tensor,
+    chunks: list[Chunk],
+    grammars: Grammars | None = None,
+    picker: Picker | None = None,
 ) -> dict[str, SampledToken]:
     """Sample the chunks that ask for it; `logits` has one row for each, in order."""
     sequences = [chunk.sequence for chunk in chunks if chunk.samples]
     # A device may still be computing the logits while the masks are made.
     allowed = grammars.allowed(sequences, logits.shape[1]) if grammars else None
-    return dict(zip((s.id for s in sequences), sample(logits, sequences, allowed), strict=True))
+    sampled = sample(logits, sequences, allowed, picker)
+    return dict(zip((s.id for s in sequences), sampled, strict=True))

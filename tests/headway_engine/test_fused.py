@@ -12,29 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
+from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.runner import TransformersRunner, build_runner
-from support import tiny_models
+from support import kernels, tiny_models
 
 SMALL = Capacity(
     max_batch_tokens=128, max_batch_sequences=32, kv_blocks=160, block_tokens=4, max_model_tokens=97
 )
 
 needs_compiler = pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler here")
-
-
-def runs_here(chosen: str) -> bool:
-    order = ["baseline", "avx2", "avx512"]
-    return order.index(chosen) <= order.index(build.instruction_set())
-
-
-def loaded(chosen: str) -> Any:
-    import ctypes
-
-    folder = build.default_cache_dir() / "kernels"
-    path = folder / build.library_name(chosen)
-    return ctypes.CDLL(str(path if path.is_file() else build.compile_into(folder, chosen)))
 
 
 def crowd(runner: Any, architecture: str) -> None:
@@ -55,9 +43,8 @@ def crowd(runner: Any, architecture: str) -> None:
 @pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
 def test_every_instruction_set_says_what_generate_says(chosen: str, architecture: str) -> None:
     """Wide batches, so that whole tiles and every rest of one are used; what this CPU lacks is skipped."""
-    if not runs_here(chosen):
-        pytest.skip(f"this CPU has no {chosen}")
-    crowd(FusedRunner(tiny_models.fresh(architecture), SMALL, loaded(chosen), threads=2), architecture)
+    library = kernels.loaded(chosen)
+    crowd(FusedRunner(tiny_models.fresh(architecture), SMALL, library, threads=2), architecture)
 
 
 @needs_compiler
@@ -89,6 +76,38 @@ def test_bfloat16_through_the_kernel_serves_transformers_too() -> None:
         assert out is not None
         found.append(out.logprob)
     assert found[0] == pytest.approx(found[1], abs=0.15)
+
+
+@needs_compiler
+def test_with_kernels_every_runner_draws_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runners that have the library use it, torch's path is for who has none; all draw the same."""
+    library = build.kernels()
+    assert library is not None
+    rows: list[int] = []
+    pick = KernelPicker.pick
+
+    def counted(self: KernelPicker, logits: torch.Tensor, *others: Any) -> list[int]:
+        rows.append(len(logits))
+        return pick(self, logits, *others)
+
+    monkeypatch.setattr(KernelPicker, "pick", counted)
+    said = []
+    for make in (
+        lambda: FusedRunner(tiny_models.fresh("llama"), SMALL, library, threads=2),
+        lambda: TransformersRunner(tiny_models.fresh("llama"), SMALL, library),
+        lambda: TransformersRunner(tiny_models.fresh("llama"), SMALL),
+    ):
+        runner = make()
+        pair = [
+            tiny_models.sequence(str(i), [5, 6, 7], range(i * 5, i * 5 + 5), seed=i, **cut)
+            for i, cut in enumerate(({"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.8}))
+        ]
+        tiny_models.advance(runner, *((s, 3) for s in pair))
+        for _ in range(6):
+            tiny_models.advance(runner, *((s, 1) for s in pair))
+        said.append([s.tokens for s in pair])
+    assert said[0] == said[1] == said[2]
+    assert rows == [2] * 14
 
 
 @needs_compiler

@@ -1,18 +1,32 @@
-"""The sampler against a slow, obvious reference that handles one row at a time with a full sort."""
+"""The sampler against slow, obvious references that handle one row at a time with a full sort."""
 
 import math
+from dataclasses import dataclass
+from random import Random
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway_engine import sampling
-from headway_engine.sampling import NotFinite, sample, uniform
-from headway_engine.sequence import Sequence
+from headway_engine.fused import build
+from headway_engine.fused.sampler import KernelPicker
+from headway_engine.sampling import NotFinite, Picker, TorchPicker, sample, uniform
+from headway_engine.sequence import SamplingParams, Sequence
+from support import kernels
 from support.tiny_models import sequence
 
 VOCABULARY = 600  # more than the first tier, so that a wide cut has to look further
+
+
+PICKERS = ("torch", *build.INSTRUCTION_SETS)
+
+
+def picker_of(name: str, threads: int = 2) -> Picker:
+    """The torch path, or the kernels of one instruction set where this machine has them."""
+    return TorchPicker() if name == "torch" else KernelPicker(kernels.loaded(name), threads)
 
 
 def peaked(seed: int, rows: int = 1, spread: float = 3.0) -> torch.Tensor:
@@ -79,7 +93,8 @@ parameters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", PICKERS)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(parameters, st.lists(st.integers(0, VOCABULARY - 1), max_size=6)), min_size=1, max_size=5
@@ -88,7 +103,7 @@ parameters = st.fixed_dictionaries(
     spread=st.sampled_from([0.05, 1.0, 4.0]),
 )
 def test_each_row_is_what_the_slow_reference_draws(
-    rows: list[tuple[dict[str, float], list[int]]], seed: int, spread: float
+    name: str, rows: list[tuple[dict[str, float], list[int]]], seed: int, spread: float
 ) -> None:
     """Any mixture of parameters in one batch: every row as if it were alone."""
     logits = peaked(seed, len(rows), spread)
@@ -97,7 +112,7 @@ def test_each_row_is_what_the_slow_reference_draws(
         s = sequence(str(number), [3, 4, 5], **params)
         s.tokens.extend(said)
         sequences.append(s)
-    got = [out.token for out in sample(logits.clone(), sequences)]
+    got = [out.token for out in sample(logits.clone(), sequences, picker=picker_of(name))]
     expected = [reference(row.tolist(), s) for row, s in zip(logits, sequences, strict=True)]
     for s, row, mine, theirs in zip(sequences, logits, got, expected, strict=True):
         assert mine == theirs or borderline(row.tolist(), s, mine), (s.request.sampling, mine, theirs)
@@ -216,14 +231,21 @@ def test_the_callers_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def test_rows_that_are_no_numbers_are_named() -> None:
-    """NaN and a row of -inf name their sequences and nobody else's."""
-    logits = peaked(9, 3)
-    logits[1, 5] = torch.nan
+@pytest.mark.parametrize("name", PICKERS)
+@pytest.mark.parametrize("place", [0, 5, 64, VOCABULARY - 1])
+def test_rows_that_are_no_numbers_are_named(name: str, place: int) -> None:
+    """NaN, +inf and a row of -inf name their sequences and nobody else's, wherever in the row it is."""
+    logits = peaked(9, 4)
+    logits[1, place] = torch.nan
     logits[2] = -torch.inf
+    logits[3, place] = torch.inf
     with pytest.raises(NotFinite) as caught:
-        sample(logits, [sequence(name, [1]) for name in ("good", "nan", "empty")])
-    assert caught.value.ids == ("nan", "empty")
+        sample(
+            logits,
+            [sequence(id, [1]) for id in ("good", "nan", "empty", "infinite")],
+            picker=picker_of(name),
+        )
+    assert caught.value.ids == ("nan", "empty", "infinite")
 
 
 def test_bfloat16_logits_are_widened_first() -> None:
@@ -233,10 +255,200 @@ def test_bfloat16_logits_are_widened_first() -> None:
     assert sample(logits, [s]) == sample(logits.float(), [s])
 
 
+@pytest.mark.parametrize("name", PICKERS)
 @pytest.mark.parametrize("temperature", [1e-9, 1e-39, 5e-324])
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
-def test_next_to_no_temperature_is_greedy_and_not_noise(temperature: float, cut: dict[str, float]) -> None:
+def test_next_to_no_temperature_is_greedy_and_not_noise(
+    name: str, temperature: float, cut: dict[str, float]
+) -> None:
     """One over it is infinite in float32, and nothing times infinity is no number."""
     logits = peaked(seed=5)
     s = sequence("a", (1, 2), (0,), temperature=temperature, seed=3, **cut)
-    assert sample(logits.clone(), [s])[0].token == int(logits.argmax())
+    assert sample(logits.clone(), [s], picker=picker_of(name))[0].token == int(logits.argmax())
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What may be drawn from a row, in float64 with a full sort. `slack`: what rounding may move."""
+
+    values: np.ndarray  # float32
+    params: SamplingParams
+    slack: float = 1e-6
+
+    def allows(self, token: int, uniform: float) -> bool:
+        """Whether this token is the draw, or would be with cut and draw moved by `slack`."""
+        p = self.params
+        x = self.values.astype(np.float64)
+        with np.errstate(under="ignore"):
+            mass = np.exp((x - x.max()) * sampling.warmth(p))
+        if p.top_k == 0 and p.top_p >= 1 and p.min_p <= 0:
+            order, low, high = np.arange(x.size), x.size, x.size
+        else:
+            order = np.lexsort((np.arange(x.size), -x))
+            low, high = self._kept(mass[order], -self.slack), self._kept(mass[order], self.slack)
+        sums = mass[order].cumsum()
+        place = int(np.flatnonzero(order == token)[0])
+        room = self.slack * sums[-1]
+        before = sums[place] - mass[token]
+        least, most = uniform * sums[low - 1] - room, uniform * sums[high - 1] + room
+        return bool(mass[token] > 0 and place < high and before <= most and sums[place] >= least)
+
+    def _kept(self, mass: np.ndarray, move: float) -> int:
+        """How many of the ranks are left, with the cuts moved."""
+        p = self.params
+        count = min(p.top_k or mass.size, mass.size)
+        before = mass.cumsum() - mass
+        left = mass[:count].sum()
+        nucleus = before[:count] < (p.top_p + move) * left if p.top_p < 1 else np.ones(count, bool)
+        near = mass[:count] >= p.min_p * (1 - move)
+        return max(1, int((nucleus & near).sum()))
+
+
+def twins(values: np.ndarray, token: int) -> list[int]:
+    """Tokens of the same value: torch ranks them as it likes."""
+    return [int(i) for i in np.flatnonzero(values == values[token])]
+
+
+VOCABULARIES = (1, 2, 15, 16, 17, 63, 64, 65, 130, 600, 1000, 4099)
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn) -> np.ndarray:
+    """Float32 rows as models give them, and as they do not: ties, bans, giants, next to nothing."""
+    size = draw(st.sampled_from(VOCABULARIES))
+    if size < 20:
+        number = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.just(-math.inf)
+        row = np.array(draw(st.lists(number, min_size=size, max_size=size)), dtype=np.float32)
+    else:
+        chance = np.random.default_rng(draw(st.integers(0, 10_000)))
+        row = chance.standard_normal(size).astype(np.float32)
+        row *= np.float32(draw(st.sampled_from([0.0, 1e-30, 1e-6, 0.01, 0.3, 2.5, 4.0, 40.0, 1e4, 1e37])))
+        row += np.float32(draw(st.sampled_from([0.0, -3.0, 1000.0])))
+        if step := draw(st.sampled_from([0.0, 0.125, 2.0])):  # many of one value
+            with np.errstate(over="ignore"):
+                row = np.clip(np.round(row / np.float32(step)) * np.float32(step), -3e38, 3e38)
+        banned = chance.random(size) < draw(st.sampled_from([0.0, 0.0, 0.1, 0.9, 1.0]))
+        row[banned] = -np.inf
+        if draw(st.booleans()):
+            row[chance.integers(size)] = draw(st.sampled_from([3.0e38, 20.0, 0.0, -20.0, -3.0e38]))
+    if not np.isfinite(row).any():
+        row[draw(st.integers(0, size - 1))] = draw(st.sampled_from([0.0, -5.0, 3.0e38]))
+    return row
+
+
+cuts = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.2, 0.8, 1.0, 5.0]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 50, 600, 2**31, 10**12]),
+        "top_p": st.sampled_from([1.0, 0.999999, 0.9, 0.5, 0.01, 1e-9]),
+        "min_p": st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 1.0]),
+    }
+)
+uniforms = st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
+
+
+@pytest.mark.parametrize("name", PICKERS)
+@settings(max_examples=150, deadline=None)
+@given(row=rows_of_logits(), cut=cuts, number=uniforms)
+@example(row=np.zeros(600, np.float32), cut={"temperature": 1.0, "top_p": 0.5}, number=1 - 2**-53)
+@example(row=np.array([0, -np.inf] * 50, np.float32), cut={"temperature": 1.0, "top_k": 99}, number=0.999)
+@example(row=np.array([-1e4, 0] * 50, np.float32), cut={"temperature": 1.0}, number=0.0)
+def test_a_draw_is_the_one_of_the_full_sort(
+    name: str, row: np.ndarray, cut: dict[str, float], number: float
+) -> None:
+    """Whatever the row looks like; only within rounding of a boundary may its neighbour come."""
+    params = SamplingParams(max_tokens=1, **cut)
+    token = picker_of(name).pick(torch.from_numpy(row)[None], [params], [number])[0]
+    assert np.isfinite(row[token])
+    if params.temperature == 0:
+        assert token == int(row.argmax())
+        return
+    same = twins(row, token) if name == "torch" else [token]
+    assert any(Exact(row, params).allows(one, number) for one in same), (token, row[token])
+
+
+@pytest.mark.parametrize("name", PICKERS[1:])
+@pytest.mark.parametrize(
+    ("cut", "kept"), [({"top_p": 0.5}, 300), ({"top_k": 70}, 70), ({"top_k": 100, "top_p": 0.25}, 25)]
+)
+@pytest.mark.parametrize("others", [None, -math.inf, -50.0])
+def test_equal_values_rank_by_token_id(
+    name: str, cut: dict[str, float], kept: int, others: float | None
+) -> None:
+    """Masses of equal tokens are whole numbers, so cut and draw are exact, whatever lies between them."""
+    if others is None:
+        row, ids = torch.zeros(600), range(600)
+    else:
+        row, ids = torch.full((1800,), others), range(1, 1800, 3)
+        row[1::3] = 0.0
+    params = SamplingParams(max_tokens=1, temperature=0.7, **cut)
+    numbers = [(rank + 0.5) / kept for rank in range(kept)] + [0.0, 1 - 2**-53]
+    found = picker_of(name).pick(row.repeat(len(numbers), 1), [params] * len(numbers), numbers)
+    assert found == [ids[rank] for rank in (*range(kept), 0, kept - 1)]
+
+
+@pytest.mark.parametrize("name", PICKERS)
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    chosen=st.lists(cuts, min_size=2, max_size=12),
+    spread=st.sampled_from([0.01, 1.0, 4.0]),
+    order=st.randoms(use_true_random=False),
+)
+def test_no_draw_depends_on_its_place_its_neighbours_or_the_threads(
+    name: str, seed: int, chosen: list[dict[str, float]], spread: float, order: Random
+) -> None:
+    """To the bit: each row alone, all together, and shuffled with another number of threads."""
+    logits = peaked(seed, len(chosen), spread)
+    params = [SamplingParams(max_tokens=1, **cut) for cut in chosen]
+    numbers = [uniform(seed, row) for row in range(len(chosen))]
+    together = picker_of(name, threads=2).pick(logits, params, numbers)
+    places = list(range(len(chosen)))
+    order.shuffle(places)
+    shuffled = picker_of(name, threads=3).pick(
+        logits[places], [params[i] for i in places], [numbers[i] for i in places]
+    )
+    alone = [picker_of(name).pick(logits[i : i + 1], [params[i]], [numbers[i]])[0] for i in places]
+    assert shuffled == alone == [together[i] for i in places]
+
+
+@pytest.mark.parametrize("spread", [4.0, 2.5, 0.3])
+def test_both_paths_draw_the_same_from_a_real_vocabulary(spread: float) -> None:
+    """49,152 tokens, peaked to flat: the same token, or both within rounding of the same boundary."""
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn((16, 49_152), generator=generator) * spread
+    params = [
+        SamplingParams(max_tokens=1, temperature=0.8, **cut)
+        for cut in ({"top_p": 0.9}, {}, {"top_k": 40, "top_p": 0.95}, {"min_p": 0.05})
+        for _ in range(4)
+    ]
+    numbers = [uniform(5, row) for row in range(16)]
+    ours = picker_of(build.instruction_set()).pick(logits, params, numbers)
+    torchs = TorchPicker().pick(logits, params, numbers)
+    for row, p, number, mine, theirs in zip(logits, params, numbers, ours, torchs, strict=True):
+        exact = Exact(row.numpy(), p)
+        assert exact.allows(mine, number)
+        assert mine == theirs or exact.allows(theirs, number)
+    assert sum(mine == theirs for mine, theirs in zip(ours, torchs, strict=True)) >= 12
+
+
+def test_the_kernels_refuse_logits_they_cannot_read() -> None:
+    """C is not reached with another type, or with numbers for other rows."""
+    picker = picker_of(build.instruction_set())
+    params = SamplingParams(max_tokens=1)
+    with pytest.raises(ValueError, match="bfloat16"):
+        picker.pick(torch.zeros(1, 8).bfloat16(), [params], [0.0])
+    with pytest.raises(ValueError, match="2 rows of logits for 1 sequences"):
+        picker.pick(torch.zeros(2, 8), [params], [0.0])
+    assert picker.pick(torch.zeros(0, 8), [], []) == []
+    assert picker.highest(torch.zeros(0, 8)).tolist() == []
+
+
+def test_logits_that_do_not_lie_row_by_row_are_read_right() -> None:
+    """A slice of a wider tensor, and one that is turned over."""
+    picker = picker_of(build.instruction_set())
+    params = [SamplingParams(max_tokens=1)] * 3
+    wide = peaked(21, 3)
+    expected = wide[:, 100:300].argmax(dim=-1).tolist()
+    assert picker.pick(wide[:, 100:300], params, [0.0] * 3) == expected
+    assert picker.highest(wide[:, 100:300].T).tolist() == wide[:, 100:300].amax(dim=0).tolist()

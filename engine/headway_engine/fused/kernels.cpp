@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "llama.h"
 #include "product.h"
+#include "sampling.h"
 
 #include <cstdint>
 #include <new>
@@ -61,5 +62,19 @@ int32_t hw_attend(const Cache* c, int32_t heads, float scale, int32_t tokens, in
     return 1;
   }
   return 0;
+}
+
+int64_t hw_sample_workspace(int32_t vocabulary, int32_t threads) { return threads * bench_bytes(vocabulary); }
+
+// A token for each row of logits [rows, vocabulary]; rows >= 1, `workspace` holds hw_sample_workspace bytes. What is
+// not a number, or infinite, yields any token.
+void hw_sample(const float* logits, int32_t rows, int32_t vocabulary, const Wish* wishes, int32_t* tokens,
+               void* workspace, int32_t threads) {
+  sample_rows(logits, rows, vocabulary, wishes, tokens, workspace, threads);
+}
+
+// The highest value of each row; not a number where any of its values is none.
+void hw_highest(const float* logits, int32_t rows, int32_t vocabulary, float* highest, int32_t threads) {
+  highest_of_rows(logits, rows, vocabulary, highest, threads);
 }
 }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headway_engine.fused import native
+from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
@@ -45,7 +46,7 @@ class FusedRunner(StepRunner):
     name = "fused"
 
     def __init__(self, model: LoadedModel, capacity: Capacity, library: ctypes.CDLL, threads: int) -> None:
-        super().__init__(model, capacity)
+        super().__init__(model, capacity, KernelPicker(library, threads))
         plain = plain_logits(model, capacity)
         self._library = native.declare(library)
         self._kept: list[Any] = []  # what C points to

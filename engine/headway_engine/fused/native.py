@@ -56,6 +56,12 @@ class CStep(ctypes.Structure):
     )
 
 
+WISH = np.dtype(
+    [("uniform", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("warmth", "f4"), ("top_k", "i4")], align=True
+)
+"""How a row is drawn: C's Wish."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
     """Whose tokens the rows of a step are, as the kernels want it. Holds the memory that C reads."""
@@ -106,6 +112,12 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         POINTER(CCache), c_int32, c_float, c_int32, c_int32, *(c_void_p,) * 9, c_int32, c_int32,
     )  # fmt: skip
     library.hw_attend.restype = c_int32
+    library.hw_sample_workspace.argtypes = (c_int32, c_int32)
+    library.hw_sample_workspace.restype = c_int64
+    library.hw_sample.argtypes = (c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
+    library.hw_sample.restype = None
+    library.hw_highest.argtypes = (c_void_p, c_int32, c_int32, c_void_p, c_int32)
+    library.hw_highest.restype = None
     return library
 
 
