@@ -139,6 +139,11 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    # What the official client's message objects carry along when they are sent back, without effect.
+    parsed: Any = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
@@ -452,8 +457,12 @@ def _content(content: str | list[dict[str, Any]], index: int) -> str:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """An earlier call, its arguments as an object: the API has them as text, chat templates do not."""
+    """An earlier call, its arguments as an object: the API has them as text, chat templates do not. What the
+    official client parsed of them is no business of the model's."""
     function = call.get("function")
+    if isinstance(function, dict) and "parsed_arguments" in function:
+        function = {key: value for key, value in function.items() if key != "parsed_arguments"}
+        call = {**call, "function": function}
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:

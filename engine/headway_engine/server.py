@@ -209,7 +209,8 @@ async def http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     exchange_of(http.scope).failed(error.status_code, None)
     headers = {"allow": allowed(http.app, http.scope)} if error.status_code == 405 else None
-    return json_response(ApiError(error.status_code, str(error.detail)).body(), error.status_code, headers)
+    message = f"{error.detail}: {http.method} {http.url.path[:200]}"
+    return json_response(ApiError(error.status_code, message).body(), error.status_code, headers)
 
 
 async def unexpected_error(http: HttpRequest, error: Exception) -> Response:

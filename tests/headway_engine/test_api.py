@@ -138,7 +138,7 @@ def flipped_limits():
 
 
 async def test_two_hundred_live_flips_lose_nothing_and_change_nothing(engine):
-    """Must-hold of live control: outputs equal those of an unflipped run; every request is answered."""
+    """Rows C.9 83 and 86: outputs equal those of an unflipped run; every request is answered."""
 
     async def ask(http, prompt):
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0}

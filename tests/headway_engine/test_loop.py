@@ -183,7 +183,7 @@ def test_limits_are_answered_and_in_force_in_the_next_step():
 
 
 def test_lowering_the_sequence_cap_under_load_kills_nobody():
-    """Row C.9 83: the running count falls to the cap as requests end; raising it lets others in."""
+    """Rows C.9 83 and 86: the running count falls to the cap as requests end; raising it lets others in."""
     b = Bench()
     for id in "abcdef":
         b.submit(id, max_tokens=4)

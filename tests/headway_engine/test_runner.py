@@ -172,7 +172,8 @@ def test_capacity_leaves_room_for_the_contexts_that_decodes_copy() -> None:
 
 
 def test_too_little_memory_for_one_sequence_is_refused_with_numbers() -> None:
-    """With maxModelLen asked for: an error that has the numbers in it. Without: the context shrinks."""
+    """Row C.6 56: a context larger than the cache. With maxModelLen asked for: an error that has the numbers
+    in it. Without: the context shrinks."""
     model = tiny_models.fresh("llama")
     shapes = layer_shapes(model)
     asked = tiny_models.engine_config(kv_blocks=10, max_model_len=97)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 
 from headway_engine import config
-from headway_engine.protocol import CONTROL_KEY_ENV, BatchingMode, Limits, Objectives
+from headway_engine.protocol import (
+    CONTROL_KEY_ENV,
+    HEALTH_PATH,
+    READY_PATH,
+    BatchingMode,
+    Limits,
+    Objectives,
+)
 from headway_operator import manifests
 from headway_operator.manifests import Images, Manifest, build
 from headway_operator.resource import Effect, Resource, parse, restart_class
@@ -306,10 +313,14 @@ def test_a_volume_of_the_user_can_be_the_model_cache() -> None:
 
 @pytest.mark.parametrize("drain", ["0s", "1s", "90s", "1500ms", "1h"])
 def test_streams_are_not_cut_inside_the_drain_time(drain: str) -> None:
+    """Row C.8 74: the three numbers; and the engine itself drains as long as the pod lets it, no longer."""
     pod = template({"rollout": {"drainTimeout": drain}})["spec"]
     drain_s = a_resource(spec={"rollout": {"drainTimeout": drain}}).rollout.drain_timeout_s
     pause_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] >= pause_s + drain_s + 5
+    assert pause_s > 0, "endpoints need a moment to hear that the pod goes"
+    own = config.parse(pod["containers"][0]["args"])
+    assert own.drain_timeout_s == drain_s
 
 
 def test_probes_ask_the_management_port() -> None:
@@ -324,6 +335,21 @@ def test_probes_ask_the_management_port() -> None:
         "http": 8000,
         "management": 8001,
     }
+
+
+def test_nothing_kills_a_pod_that_loads_a_large_model() -> None:
+    """Row C.8 77: liveness is not asked before the startup probe has passed once, and that one is patient:
+    half an hour is a 140 GB model at 80 MB/s."""
+    probes = container()
+    startup = probes["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+    assert startup["httpGet"]["path"] == READY_PATH, "ready means loaded; alive does not"
+    assert "initialDelaySeconds" not in probes["livenessProbe"], (
+        "a guess of the load time is no startup probe"
+    )
+    liveness = probes["livenessProbe"]
+    assert liveness["httpGet"]["path"] == HEALTH_PATH
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 30
 
 
 def test_a_rollout_is_not_given_up_while_a_slow_model_loads() -> None:

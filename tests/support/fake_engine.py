@@ -79,11 +79,13 @@ class Toy:
 
     def _sample(self, chunk: Chunk) -> SampledToken:
         sequence = chunk.sequence
-        if self._says:
-            return SampledToken(self._says[sequence.output_len])
-        token = self.following(sequence.tokens)
         sampling = sequence.request.sampling
-        if token == END and (END not in sampling.stop_token_ids or sequence.output_len < sampling.min_tokens):
+        token = self._says[sequence.output_len] if self._says else self.following(sequence.tokens)
+        if (
+            not self._says
+            and token == END
+            and (END not in sampling.stop_token_ids or sequence.output_len < sampling.min_tokens)
+        ):
             token = self._ids[ord("!")][0]
         if sampling.logprobs < 0:
             return SampledToken(token)
