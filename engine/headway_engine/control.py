@@ -95,7 +95,7 @@ def decode_objectives(body: bytes) -> Objectives:
 
 def control_app(core: CoreClient, telemetry: Telemetry, *, key: str, stall_limit_s: float) -> ASGIApp:
     """The application of the management port. With an empty key, `/control` is closed."""
-    app = FastAPI(openapi_url=None)
+    app = FastAPI(openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
     changing = asyncio.Lock()
     fit = True  # as the last probe was told
     schema = msgspec.json.encode(control_document())

@@ -220,7 +220,8 @@ async def unexpected_error(http: HttpRequest, error: Exception) -> Response:
 
 def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     """The application of the public port. Watchers hear of every request when it is over."""
-    app = FastAPI(openapi_url=None)
+    # Our own spans say more, and nothing that a client wrote; FastAPI's would stand beside them.
+    app = FastAPI(openapi_url=None, telemetry={"tracing": False, "metrics": False, "logs": False})
     schema = msgspec.json.encode(public_document(keyed=front.keys is not None))
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -81,11 +81,10 @@ class Spans:
         asked = exchange.asked
         # A client's own path would make as many names as there are clients.
         name = f"{asked.operation} {asked.model}" if asked else f"{exchange.method} {exchange.route}".strip()
-        span = self._tracer.start_span(
-            name, context, SpanKind.SERVER, attributes(exchange), start_time=ns(exchange.arrival_s)
-        )
+        span = self._tracer.start_span(name, context, SpanKind.SERVER, start_time=ns(exchange.arrival_s))
         exchange.trace_id = format(span.get_span_context().trace_id, "032x")
         if span.is_recording():
+            span.set_attributes(attributes(exchange))
             inside = set_span_in_context(span, Context())
             for index, journey in enumerate(exchange.journeys[:MOST_SEQUENCES]):
                 for at_s in journey.preempted_s[:MOST_EVENTS]:

@@ -465,8 +465,10 @@ def test_a_sequence_that_was_planned_and_then_preempted_is_not_in_the_step() -> 
     drive = a_drive(a_capacity(kv_blocks=6))
     drive.submit(a_request("victim", 4, max_tokens=20), a_request("wants", 11, max_tokens=8))
     while drive.scheduler.preemptions_total == 0:
+        assert not drive.preempted
         step = drive.step()
         assert step is not None
+    assert drive.preempted == {"victim": 1}, "told with the step"
     assert shape(step)[0][0] == "wants"
     assert len(step.chunks) == 1
     drive.run()

@@ -7,7 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway_engine.messages import Gauges, StepReport
 from headway_engine.protocol import Capacity, Limits, Metric, Objectives, Outcome
-from headway_engine.sequence import Finished, FinishReason, Request, SamplingParams, Started, TokenOut
+from headway_engine.sequence import (
+    Finished,
+    FinishReason,
+    Preempted,
+    Request,
+    SamplingParams,
+    Started,
+    TokenOut,
+)
 from headway_engine.stepcost import StepStatistics
 from headway_engine.telemetry import MAX_TENANT_SERIES, Histogram, Telemetry
 
@@ -217,3 +225,31 @@ def test_a_percentile_read_from_the_buckets_is_near_the_truth(values):
     lower = max((b for b in histogram.bounds if b < upper), default=0.0)
     assert lower <= truth <= upper
     assert upper <= 2.5 * lower
+
+
+def test_a_journey_is_known_to_whoever_took_the_request_in():
+    """Kept up to date until the end: when it started by the core's own clock, what it had, how it ended."""
+    t = telemetry()
+    journey = t.arrived(request(arrival_s=10.0))
+    t.record(step(Started("a", 2, at_s=10.05), TokenOut("a", 5)), 10.2)
+    t.record(step(Preempted("a"), tokens=0), 10.3)
+    t.record(step(TokenOut("a", 5), Finished("a", FinishReason.LENGTH)), 10.4)
+    t.record(step(TokenOut("a", 5), Preempted("a")), 10.5)
+    assert (journey.arrival_s, journey.started_s, journey.first_s, journey.last_s) == (
+        10.0,
+        10.05,
+        10.2,
+        10.4,
+    )
+    assert (journey.ended_s, journey.outcome, journey.preempted_s) == (10.4, Outcome.FINISHED, (10.3,))
+    assert (journey.prompt_tokens, journey.cached_tokens, journey.tokens) == (3, 2, 2)
+    assert samples(t)[(f"{Metric.QUEUE}_sum",)] == pytest.approx(0.05)
+
+
+def test_a_cancelled_journey_says_how_far_it_came():
+    """Whoever cancels it is the one who ends it."""
+    t = telemetry()
+    journey = t.arrived(request(arrival_s=10.0))
+    t.ended("a", Outcome.ABORTED, 11.0)
+    assert (journey.started_s, journey.first_s, journey.ended_s) == (0.0, 0.0, 11.0)
+    assert journey.outcome is Outcome.ABORTED

@@ -1,5 +1,6 @@
 """Builders for the engine's nouns, and a scheduler with a virtual clock and a made-up model behind it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,6 +14,7 @@ from headway_engine.sequence import (
     Event,
     Finished,
     FinishReason,
+    Preempted,
     Rejected,
     Request,
     SampledToken,
@@ -135,6 +137,7 @@ class Drive:
         self.requests: dict[str, Request] = {}
         self.rejected: dict[str, Rejected] = {}
         self.started_s: dict[str, float] = {}
+        self.preempted: Counter[str] = Counter()
         self.cached: dict[str, int] = {}
         self.output: dict[str, list[int]] = {}
         self.token_s: dict[str, list[float]] = {}
@@ -218,7 +221,11 @@ class Drive:
                 case Started():
                     assert event.id not in self.started_s, f"{event.id} started twice"
                     self.started_s[event.id] = self.now_s
+                    assert self.requests[event.id].arrival_s <= event.at_s <= self.now_s
                     self.cached[event.id] = event.cached_prompt_tokens
+                case Preempted():
+                    self.preempted[event.id] += 1
+                    assert self.preempted.total() <= self.scheduler.preemptions_total
                 case TokenOut():
                     assert event.id in self.started_s, f"a token of {event.id} before its start"
                     self.output[event.id].append(event.token)
