@@ -84,7 +84,7 @@ def complete(client, **fields):
 def idle(engine):
     m = engine.metrics()
     return all(
-        m[f"headway_{name}"] == 0 for name in ("requests_running", "requests_waiting", "kv_used_blocks")
+        m[f"headway_{name}"] == 0 for name in ("requests_in_flight", "requests_running", "kv_used_blocks")
     )
 
 
@@ -403,6 +403,7 @@ def test_a_client_that_gives_up_waiting_frees_what_it_held(toy, toys, stream):
     hasty = toys.with_options(timeout=0.005)
     with pytest.raises(openai.APITimeoutError):
         list(chat(hasty, max_completion_tokens=500, stream=stream))
+    assert chat(toys).choices  # whatever the hasty one still sent has been taken in before this
     wait_until(lambda: idle(toy), "nothing is computed for nobody")
 
 
@@ -434,25 +435,26 @@ async def test_the_asynchronous_client_says_the_same(engine, client):
 @pytest.mark.parametrize("when", ["in mid-prefill", "decoding", "streaming"])
 async def test_a_cancelled_task_frees_what_it_held(toy, when):
     """Rows C.3 19 and 20: asyncio's cancel closes the connection, and the engine notices in any state. Steps
-    of two tokens keep a long prompt in prefill for seconds."""
+    of one token keep a long prompt in prefill for twenty seconds, and nothing else ends the others."""
     limits = toy.limits()
-    slow = {"max_batch_tokens": 2, "max_batch_sequences": 2, "prefill_chunk_tokens": 1}
+    slow = {"max_batch_tokens": 1, "max_batch_sequences": 1, "prefill_chunk_tokens": 1}
+    endless = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
     before = toy.metrics()
     async with AsyncOpenAI(base_url=f"{toy.url}/v1", api_key="secret", max_retries=0, timeout=120) as c:
         if when == "in mid-prefill":
             assert toy.put_limits(**slow)[0] == 200
-            task = asyncio.create_task(complete(c, prompt="a" * 1000, extra_body={"ignore_eos": True}))
+            task = asyncio.create_task(complete(c, prompt="a" * 1000))
             await asyncio.to_thread(
                 wait_until, lambda: toy.metrics()["headway_kv_used_blocks"] > 0, "it runs"
             )
         elif when == "decoding":
-            task = asyncio.create_task(complete(c, max_tokens=60))
+            task = asyncio.create_task(complete(c, **endless))
             tokens = "headway_output_tokens_total"
             await asyncio.to_thread(
                 wait_until, lambda: toy.metrics()[tokens] > before[tokens], "the first token is there"
             )
         else:
-            stream = await complete(c, max_tokens=60, stream=True)
+            stream = await complete(c, **endless, stream=True)
             await anext(aiter(stream))
             task = asyncio.create_task(asyncio.sleep(60))
             await stream.close()

@@ -80,7 +80,11 @@ class Toy:
     def _sample(self, chunk: Chunk) -> SampledToken:
         sequence = chunk.sequence
         sampling = sequence.request.sampling
-        token = self._says[sequence.output_len] if self._says else self.following(sequence.tokens)
+        token = (
+            self._says[sequence.output_len % len(self._says)]
+            if self._says
+            else self.following(sequence.tokens)
+        )
         if (
             not self._says
             and token == END
