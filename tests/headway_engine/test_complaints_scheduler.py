@@ -1,5 +1,8 @@
 """What users of other engines complain about, as situations of ours. Rows: the engine survey, part C."""
 
+from itertools import pairwise
+from statistics import quantiles
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +48,38 @@ def test_without_chunks_the_same_prompt_stops_everyone() -> None:
     drive.submit(a_request("long", 512))
     drive.run()
     assert max(drive.widest_gap_s(f"d{i}") for i in range(8)) > COST.seconds(200, 8, 0)
+
+
+def rise_of_p95_s(chunk: int, longest: int = 1024) -> float:
+    """How much the 95th percentile of the gaps of 16 decoders rises while a prompt as long as the model
+    allows is computed in chunks of this size."""
+    capacity = a_capacity(kv_blocks=2000, max_model_tokens=longest, max_batch_tokens=longest + 16)
+    drive = Drive(
+        capacity, some_limits(capacity, prefill_chunk_tokens=chunk), cost=modelled, prefix_caching=False
+    )
+    drive.submit(*(a_request(f"d{i}", 4, max_tokens=longest) for i in range(16)))
+    for _ in range(50):
+        drive.step()
+    arrived_s = drive.now_s
+    drive.submit(a_request("long", longest - 1, max_tokens=1))
+    while "long" not in drive.ended:
+        drive.step()
+    gaps = [(b, b - a) for i in range(16) for a, b in pairwise(drive.token_s[f"d{i}"])]
+    before = [gap for at_s, gap in gaps if at_s <= arrived_s]
+    during = [gap for at_s, gap in gaps if at_s > arrived_s]
+    assert len(drive.output["d0"]) < longest - 4, "they decode to the end of the prefill"
+    return quantiles(during, n=20, method="inclusive")[18] - quantiles(before, n=20, method="inclusive")[18]
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 256])
+def test_the_longest_prompt_raises_p95_of_sixteen_decoders_by_one_chunk_at_most(chunk: int) -> None:
+    """Row 1, as it is promised: the rise is no more than a step that computes one chunk alone."""
+    assert 0 < rise_of_p95_s(chunk) <= COST.seconds(chunk, 0, 0)
+
+
+def test_without_chunks_the_longest_prompt_raises_it_by_many() -> None:
+    """The other way round: bench/interference.py shows the same with the real model."""
+    assert rise_of_p95_s(chunk=1040) > 10 * COST.seconds(64, 0, 0)
 
 
 def test_every_decoder_gets_a_token_in_every_step_that_reads_a_prompt() -> None:
