@@ -190,7 +190,8 @@ def open_tracer(endpoint: str, *, named: bool) -> Spans:
     address = urlsplit(endpoint or DEFAULT_ENDPOINT)
     collector = f"{address.hostname}:{address.port or address.scheme}"  # without a password that may be in it
     provider.add_span_processor(BatchSpanProcessor(Told(OTLPSpanExporter(), collector)))
-    log.info(fields("tracing", collector=collector, sampler=provider.sampler.get_description()))
+    service = resource.attributes["service.name"]
+    log.info(fields("tracing", collector=collector, service=service))
     return Spans(provider)
 
 
