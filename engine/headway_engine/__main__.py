@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from headway_engine import channel, config, logs, tracing
 from headway_engine.access_log import AccessLog
+from headway_engine.connections import KEEP_ALIVE_S, Connection, allow_many_files
 from headway_engine.control import ControlError, control_app, decode_objectives
 from headway_engine.core_client import DRAINING_RETRY_S, CoreClient
 from headway_engine.core_process import tenant_policy
@@ -72,6 +73,7 @@ async def serve(
         settings.port: public_app(front, watchers(settings, traces)),
         settings.management_port: control_app(core, telemetry, key=key, stall_limit_s=settings.stall_limit_s),
     }
+    allow_many_files()
     # 1. Listen before loading: probes and clients get true answers from the first moment.
     servers = [listen(app, settings.host, port) for port, app in apps.items()]
     serving = [asyncio.create_task(server.serve()) for server in servers]
@@ -150,7 +152,8 @@ def listen(app: ASGIApp, host: str, port: int) -> Server:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            http=Connection,
             timeout_graceful_shutdown=ANSWER_TIME_S,
         )
     )

@@ -108,7 +108,7 @@ class Front:
         """404 for another model than the one served; no name means that one."""
         if name and name != self.served_name:
             raise ApiError(
-                404, f"the model {name!r} does not exist; this engine serves {self.served_name!r}",
+                404, f"the model {name[:200]!r} does not exist; this engine serves {self.served_name!r}",
                 param="model", code="model_not_found",
             )  # fmt: skip
 
@@ -201,7 +201,9 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
 async def api_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     exchange_of(http.scope).failed(error.status, error.code)
-    return json_response(error.body(), error.status, error.headers())
+    # A client that is too slow goes; one that sends too much is let finish, or it would not hear why.
+    leave = {"connection": "close"} if error.status == 408 else {}
+    return json_response(error.body(), error.status, {**error.headers(), **leave})
 
 
 async def http_error(http: HttpRequest, error: Exception) -> Response:
