@@ -11,9 +11,10 @@ import pytest
 
 from headway_engine.protocol import Metric, Outcome
 from support import fake_engine
+from support.client import judged
 from support.engine_server import engine_server
-from support.soak import Plan, soak
-from support.traffic import TENANTS, Law, alphabet_prompts
+from support.soak import Findings, Plan, Resident, soak
+from support.traffic import COMPLETIONS, TENANTS, Ask, Law, alphabet_prompts
 
 SOAK_S = float(os.environ.get("HEADWAY_SOAK_S", "8"))
 
@@ -58,3 +59,55 @@ async def test_nothing_is_left_over_after_random_traffic(tmp_path):
     for process, points in findings.resident.items():
         growth, _ = findings.growth(process)
         assert growth < 0.3 * points[-1].bytes, f"the {process} grew by {growth:.0f} bytes"
+
+
+def resident(bytes_per_sequence, jitter=0):
+    """Half an hour of readings, a second apart, ten sequences each, with a warm-up of 100 MiB."""
+    warm = 100 << 20
+    return [
+        Resident(
+            float(t), 10 * t, warm + min(t, 300) * 300_000 + 10 * t * bytes_per_sequence + jitter * (t % 2)
+        )
+        for t in range(1800)
+    ]
+
+
+@pytest.mark.parametrize(("leak", "jitter", "seen"), [(0, 0, 0), (0, 6 << 20, 0), (4096, 6 << 20, 1)])
+def test_a_leak_is_told_from_a_warm_up_and_from_jitter(leak, jitter, seen):
+    """4 KiB a sequence is more than the bound; a warm-up that ends in the first third is nothing."""
+    findings = Findings(resident={"core": resident(leak, jitter)})
+    findings.judge_growth()
+    assert len(findings.complaints) == seen
+
+
+CHUNK = b'data: {"choices": [{"index": 0, "text": "%s", "finish_reason": %s}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        (CHUNK % (b"bc", b"null") + CHUNK % (b"d", b'"length"') + DONE, True),
+        (CHUNK % (b"bc", b"null") + CHUNK % (b"d", b'"length"'), False),
+        (CHUNK % (b"bc", b'"length"') + CHUNK % (b"d", b'"length"') + DONE, False),
+        (CHUNK % (b"bcd", b"null") + DONE, False),
+        (CHUNK % (b"bxd", b'"stop"') + DONE, False),
+        (CHUNK % (b"bcd", b'"stop"') + b'data: {"error": {"message": "gone"}}\n\n', False),
+        (DONE, False),
+        (b"", False),
+    ],
+    ids=["right", "cut", "goes-on", "no-end", "wrong-text", "error", "no-choice", "nothing"],
+)
+def test_a_client_of_the_soak_sees_a_wrong_stream(body, right):
+    """What the soak asks of an answer, so that its silence means something."""
+    ask = Ask(path=COMPLETIONS, body=b'{"max_tokens": 3}', stream=True, expects=("bcd",))
+    assert (judged(ask, 200, body).complaint == "") is right
+
+
+def test_no_server_error_passes_a_client_of_the_soak():
+    ask = Ask(path=COMPLETIONS, body=b'{"max_tokens": 3}')
+    assert judged(ask, 500, b"{}").complaint
+    assert not judged(ask, 429, b"{}").complaint
+    bad = Ask(path=COMPLETIONS, body=b"{", bad=True)
+    assert judged(bad, 200, b"{}").complaint
+    assert not judged(bad, 400, b'{"error": {}}').complaint
