@@ -19,6 +19,9 @@ from headway_engine.stepping import most_logit_rows
 
 _GIB = 1 << 30
 
+_GRAPHS_BYTES = 256 << 20
+"""What recorded launches take: about twenty graphs of some hundreds of kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -81,7 +84,11 @@ def step_bytes(config: EngineConfig, model: LoadedModel, shapes: Mapping[int, La
     per_row = vocab * (model.dtype.itemsize + 3 * 4)  # logits, and their float32 copies while sampling
     tokens = config.capacity_max_batch_tokens
     rows = most_logit_rows(tokens, config.capacity_max_batch_sequences)
-    return tokens * per_token + rows * per_row + gather_bytes(rows, config, model, shapes)
+    step = tokens * per_token + rows * per_row + gather_bytes(rows, config, model, shapes)
+    if model.device.type != "cuda" or not config.decode_graphs:
+        return step
+    # Graphs of decodes have memory of their own: for one step of them, and where its logits are found.
+    return step + rows * (per_token + 2 * vocab * model.dtype.itemsize) + _GRAPHS_BYTES
 
 
 def gather_bytes(

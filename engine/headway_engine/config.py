@@ -15,6 +15,9 @@ from headway_engine.protocol import MANAGEMENT_PORT, PUBLIC_PORT
 QUANTIZATIONS = ("int8wo",)
 """Ways to pack weights while they are read. int8wo: 8-bit integers with one scale a row."""
 
+ATTENTIONS = ("auto", "flash-attn-3", "flash-attn-2", "torch-varlen", "triton", "torch")
+"""Kernels of paged attention on an accelerator; `torch` copies contexts and needs nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -28,6 +31,8 @@ class EngineConfig:
     quantization: str = ""  # one of QUANTIZATIONS; empty: weights as the checkpoint has them
     device: str = "auto"
     runner: str = "auto"
+    attention: str = "auto"  # one of ATTENTIONS
+    decode_graphs: bool = True
     host: str = "0.0.0.0"
     port: int = PUBLIC_PORT
     management_port: int = MANAGEMENT_PORT
@@ -82,7 +87,19 @@ def parser() -> argparse.ArgumentParser:
         help="pack the weights while they are read; needs the extra headway[quant]",
     )
     p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
-    p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused"])
+    p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused", "lean"])
+    p.add_argument(
+        "--attention",
+        default=d.attention,
+        choices=ATTENTIONS,
+        help="kernel of paged attention on an accelerator; auto: the first that is installed and works",
+    )
+    p.add_argument(
+        "--decode-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=d.decode_graphs,
+        help="record decode steps at start and replay them, where the device can",
+    )
     p.add_argument("--host", default=d.host)
     p.add_argument("--port", type=int, default=d.port, help="OpenAI API")
     p.add_argument(

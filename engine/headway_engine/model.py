@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
+from headway_engine.devices import choose_device, choose_dtype
 from headway_engine.listening import attention_calls
 from headway_engine.model_source import (
     ModelError,
@@ -62,40 +63,6 @@ class LoadedModel:
             for tensor in _stored_tensors(whole)
         )
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in stored}.values())
-
-
-def choose_device(name: str) -> torch.device:
-    """The device behind `auto`, `cpu`, `cuda` or `cuda:N`. Raises ModelError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (
-        not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()
-    ):
-        raise ModelError(
-            f"device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); use auto or cpu"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise ModelError(f"device: {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type behind `auto`: bfloat16 where the hardware multiplies it, else float32.
-
-    A CPU without bf16 instructions runs it 20 to 400 times slower than float32 (docs, performance).
-    """
-    if name != "auto":
-        try:
-            return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-        except KeyError:
-            raise ModelError(f"dtype: {name!r}; use auto, float32, bfloat16 or float16") from None
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
 
 
 def load(
@@ -203,11 +170,3 @@ def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:
             if parameter.dim() == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return module.to(dtype)
-
-
-def _cpu_multiplies_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags

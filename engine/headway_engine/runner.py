@@ -1,7 +1,8 @@
 """Runners: a step's chunks in, one sampled token out for each chunk that asks for one.
 
-`TransformersRunner` serves any model that takes transformers' attention interface; `fused` holds the lean
-path for Llama shapes on a CPU. Knows nothing of queues, fairness or HTTP, and never writes to a sequence.
+`TransformersRunner` serves any model that takes transformers' attention interface; for Llama shapes, `fused`
+holds the fast path on a CPU and `lean` the one on an accelerator. Knows nothing of queues, fairness or HTTP,
+and never writes to a sequence.
 """
 
 import ctypes
@@ -12,11 +13,17 @@ from typing import Any
 import torch
 
 from headway_engine import capacity as capacity_plan
-from headway_engine.attention import PAGED, PagedBatch, make_batch, register
+from headway_engine.attention import PAGED, PagedBatch, register
 from headway_engine.config import EngineConfig
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.sampler import KernelPicker
+from headway_engine.lean import choice
+from headway_engine.lean.batches import batch_of
+from headway_engine.lean.graphs import CudaRecorder
+from headway_engine.lean.kernels import PagedKernel
+from headway_engine.lean.runner import LeanRunner
+from headway_engine.llama_shape import why_not_llama
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
@@ -40,13 +47,19 @@ class TransformersRunner(StepRunner):
     name = "transformers"
 
     def __init__(
-        self, model: LoadedModel, capacity: Capacity, library: ctypes.CDLL | None = None, threads: int = 1
+        self,
+        model: LoadedModel,
+        capacity: Capacity,
+        library: ctypes.CDLL | None = None,
+        threads: int = 1,
+        kernel: PagedKernel | None = None,
     ) -> None:
-        """With a `library` of kernels, its attention is used; without, torch's own."""
+        """Attention is that of a `library` for the CPU or a `kernel` for an accelerator, or else torch's."""
         register()
         super().__init__(model, capacity, KernelPicker(library, threads) if library else None)
         self._library = native.declare(library) if library else None
         self._threads = threads
+        self._kernel = kernel
         plain = plain_logits(model, capacity)
         module: Any = model.module  # nn.Module types every attribute as a tensor
         module.set_attn_implementation(PAGED)
@@ -70,29 +83,54 @@ class TransformersRunner(StepRunner):
             parts = [(c.start, c.length, c.sequence.block_table) for c in chunks]
             spans = native.spans(parts, self._cache.block_tokens)
             return native.KernelBatch(self._library, self._cache, spans, self._threads)
-        singles = sum(1 for chunk in chunks if chunk.length == 1)
-        return make_batch(
-            self._cache,
-            [(c.start + 1, c.sequence.block_table) for c in chunks[:singles]],
-            [(c.start, c.length, c.sequence.block_table) for c in chunks[singles:]],
-            self._model.device,
-        )
+        return batch_of(chunks, self._cache, self._kernel, self._model.device)
 
 
 def build_runner(config: EngineConfig, model: LoadedModel, capacity: Capacity) -> Runner:
-    """The runner that `config.runner` names; `auto` picks the fastest that serves this model right."""
+    """The runner that `config.runner` names; `auto` picks the fastest that serves this model right.
+
+    Raises ModelError when what was asked for by name cannot be had.
+    """
     torch.set_num_threads(config.threads or usable_cores())
     threads = torch.get_num_threads()
     library = None
     if model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16):
         library = build.kernels()
-    reason = why_not_fused(model) or (None if library else "the C++ kernels are not there (see the log)")
-    if config.runner == "transformers" or (config.runner == "auto" and reason):
-        log.info("runner: transformers (%s)", reason or "asked for")
-        return TransformersRunner(model, capacity, library, threads)
-    if library is None or reason:
-        raise ModelError(f"runner: no fused path for {model.description}: {reason}; use auto or transformers")
-    return FusedRunner(model, capacity, library, threads)
+    not_fused = why_not_fused(model) or (None if library else "the C++ kernels are not there (see the log)")
+    not_lean = why_not_llama(model)
+    on_cpu = model.device.type == "cpu"
+    wanted = config.runner
+    if wanted == "auto":
+        wanted = (
+            ("transformers" if not_fused else "fused") if on_cpu else "transformers" if not_lean else "lean"
+        )
+    reasons = {"fused": not_fused, "lean": not_lean}
+    if reason := reasons.get(wanted):
+        raise ModelError(
+            f"runner: no {wanted} path for {model.description}: {reason}; use auto or transformers"
+        )
+    if wanted == "fused" and library is not None:
+        return FusedRunner(model, capacity, library, threads)
+    kernel = attention_kernel(config, model)
+    if wanted == "lean":
+        recorder = CudaRecorder(model.device) if config.decode_graphs and not on_cpu else None
+        return LeanRunner(model, capacity, kernel, recorder)
+    log.info("runner: transformers (%s)", (not_fused if on_cpu else not_lean) or "asked for")
+    return TransformersRunner(model, capacity, library, threads, kernel)
+
+
+def attention_kernel(config: EngineConfig, model: LoadedModel) -> PagedKernel | None:
+    """The kernel of paged attention for the accelerator that the model is on; None for torch's own."""
+    if model.device.type == "cpu":
+        if config.attention not in ("auto", "torch"):
+            raise ModelError(f"attention: {config.attention} is for accelerators, and the device is a CPU")
+        return None
+    shapes = frozenset(layer_shapes(model).values())
+    needs = choice.needs_of(shapes, model.dtype, config.kv_block_tokens, model.device)
+    try:
+        return choice.pick(needs, model.device, asked=config.attention)
+    except ValueError as error:
+        raise ModelError(f"attention: {error}") from error
 
 
 def measure_capacity(model: LoadedModel, config: EngineConfig) -> Capacity:

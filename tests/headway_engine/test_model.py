@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headway_engine import model_source
-from headway_engine.model import LoadedModel, choose_device, choose_dtype, default_cache_dir, load, refusal
+from headway_engine.model import LoadedModel, default_cache_dir, load, refusal
 from headway_engine.model_source import ModelError, SourceKind, resolve
 from support import tiny_models
 
@@ -190,26 +190,6 @@ def test_hybrids_and_encoder_decoders_are_refused() -> None:
     assert "attention interface" in (refusal(Module(), Config(), 128) or "")
     Module._supports_attention_backend = True
     assert refusal(Module(), Config(), 128) is None
-
-
-@pytest.mark.parametrize("name", ["tpu", "mps", "cuda:99", "gpu 1"])
-def test_a_device_that_is_not_there_is_named(name: str) -> None:
-    with pytest.raises(ModelError, match=r"^device: "):
-        choose_device(name)
-
-
-def test_auto_dtype_never_picks_bf16_on_a_cpu_without_the_instructions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """bf16 matrix products without hardware for them are hundreds of times slower than float32."""
-    cpu = torch.device("cpu")
-    monkeypatch.setattr("headway_engine.model._cpu_multiplies_bf16", lambda: False)
-    assert choose_dtype("auto", cpu) is torch.float32
-    monkeypatch.setattr("headway_engine.model._cpu_multiplies_bf16", lambda: True)
-    assert choose_dtype("auto", cpu) is torch.bfloat16
-    assert choose_dtype("float16", cpu) is torch.float16
-    with pytest.raises(ModelError, match=r"^dtype: "):
-        choose_dtype("int3", cpu)
 
 
 def test_two_makers_of_one_folder_make_it_once(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 from headway_engine.fused import build
 from headway_engine.fused.llama import FusedRunner
+from headway_engine.lean.graphs import EagerRecorder, buckets
+from headway_engine.lean.kernels import GatherKernel
+from headway_engine.lean.runner import LeanRunner
 from headway_engine.protocol import BatchingMode, Capacity, Limits
 from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.scheduler import Scheduler
@@ -40,6 +43,8 @@ RUNNERS = {
     "padded": ("llama", "qwen2", "gpt2"),  # transformers, attention by torch alone
     "kernel": ("llama", "qwen2", "gpt2", "llama-wide"),  # transformers, attention by the C++ kernel
     "fused": ("llama", "qwen2", "llama-wide"),  # the whole step in C++
+    "lean": ("qwen3",),  # the accelerator's forward pass, attention by torch alone
+    "lean graphs": ("llama", "qwen2"),  # with a kernel, decodes in padded sizes and static memory
 }
 
 
@@ -49,6 +54,11 @@ def runner_of(kind: str, architecture: str) -> Runner:
     model = tiny_models.fresh(architecture)
     if kind == "padded":
         return TransformersRunner(model, capacity(64))
+    if kind == "lean":
+        return LeanRunner(model, capacity(64))
+    if kind == "lean graphs":  # more than one width, and nothing for eight rows of the widest
+        sizes = buckets(8, 25, by_width=True, most_cells=150)
+        return LeanRunner(model, capacity(64), GatherKernel(), EagerRecorder(), sizes)
     library = build.kernels()
     if library is None:
         pytest.skip("no C++ compiler here")

@@ -14,30 +14,20 @@ import torch
 
 from headway_engine.fused import native
 from headway_engine.fused.sampler import KernelPicker
+from headway_engine.llama_shape import why_not_llama
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
 from headway_engine.stepping import StepRunner, logit_rows, plain_logits
 
-CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-
 
 def why_not_fused(model: LoadedModel) -> str | None:
-    """Why the lean path cannot serve this model; None when it can."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    checks = (
-        (model.device.type == "cpu", f"it runs on {model.device.type}"),
-        (type(model.module).__name__ in CLASSES, f"{type(model.module).__name__} is not one of {CLASSES}"),
-        (model.dtype in (torch.float32, torch.bfloat16), f"dtype {model.dtype} has no kernel"),
-        (getattr(config, "hidden_act", "") == "silu", "its activation is not silu"),
-        (not getattr(config, "mlp_bias", False), "its MLP has biases"),
-        (rope.get("rope_type", "default") in _FIXED_ROPE, f"rope type {rope.get('rope_type')} has no table"),
-        (rope.get("partial_rotary_factor", 1.0) == 1.0, "only part of each head is rotated"),
-        (getattr(model.module, "hf_quantizer", None) is None, "its weights are quantized"),
-    )
-    return next((reason for fine, reason in checks if not fine), None)
+    """Why the kernels cannot serve this model; None when they can."""
+    if model.device.type != "cpu":
+        return f"it runs on {model.device.type}"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {model.dtype} has no kernel"
+    return why_not_llama(model)
 
 
 class FusedRunner(StepRunner):

@@ -1,0 +1,94 @@
+"""Which device and type a word on the command line stands for, on machines of every kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headway_engine import capacity
+from headway_engine.devices import choose_device, choose_dtype
+from headway_engine.model import ModelError
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Sets what torch sees: devices by their compute capability, and whether it was built for them."""
+
+    def of(*capabilities: tuple[int, int], built: bool = True) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.2" if built else None)
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: built and bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index or 0]
+        )
+
+    return of
+
+
+def test_auto_takes_what_is_there(machine: Machine) -> None:
+    """A CUDA device if there is one, else the CPU; `cpu` is always to be had."""
+    machine()
+    assert choose_device("auto") == torch.device("cpu")
+    machine((9, 0))
+    assert choose_device("auto") == torch.device("cuda")
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_one_of_several_devices_is_named_by_its_number(machine: Machine) -> None:
+    """Counted from 0, as everywhere."""
+    machine((9, 0), (9, 0))
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ModelError, match="device: 'cuda:2' is not there: there are 2 CUDA devices"):
+        choose_device("cuda:2")
+
+
+def test_a_device_that_is_not_there_is_an_error_with_the_reason(machine: Machine) -> None:
+    """Never the CPU in its place: that would be a hundred times slower and look like a healthy pod."""
+    machine(built=False)
+    with pytest.raises(ModelError, match=r"'cuda' is not there: torch .* is built without CUDA"):
+        choose_device("cuda")
+    machine()
+    with pytest.raises(ModelError, match="'cuda:0' is not there: no CUDA device and driver are seen"):
+        choose_device("cuda:0")
+
+
+@pytest.mark.parametrize("name", ["tpu", "mps", "gpu 1", "cuda:x"])
+def test_words_that_name_no_device_are_refused(name: str, machine: Machine) -> None:
+    """With the words that do."""
+    machine((9, 0))
+    with pytest.raises(ModelError, match=r"^device: .*use auto, cpu, cuda or cuda:N"):
+        choose_device(name)
+
+
+def test_auto_dtype_is_what_the_hardware_multiplies(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 on CUDA devices that only imitate bfloat16; the second device is asked about itself."""
+    machine((9, 0), (7, 5))
+    assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert choose_dtype("auto", torch.device("cuda:1")) is torch.float16
+    assert choose_dtype("float32", torch.device("cuda:1")) is torch.float32
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("headway_engine.devices._cpu_multiplies_bf16", lambda: False)
+    assert choose_dtype("auto", cpu) is torch.float32
+    monkeypatch.setattr("headway_engine.devices._cpu_multiplies_bf16", lambda: True)
+    assert choose_dtype("auto", cpu) is torch.bfloat16
+    assert choose_dtype("float16", cpu) is torch.float16
+    with pytest.raises(ModelError, match=r"^dtype: "):
+        choose_dtype("int3", cpu)
+
+
+def test_free_memory_of_a_device_is_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the device that is meant, after what torch keeps for later was given back."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: calls.append(device) or (7 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    found = capacity.free_memory(torch.device("cuda:1"))
+    assert found.free_bytes == 7 << 30
+    assert found.source == "a device"
+    assert calls == ["empty", torch.device("cuda:1")]
