@@ -109,7 +109,12 @@ async def serve(
     end_core(process)
     if traces is not None:
         await asyncio.to_thread(tracing.close, traces)
-    log.info(logs.fields("stopped", lost_core=lost, core_status=process.returncode))
+    # The last line is what a container's termination message ends with: it has the reason.
+    status = process.returncode
+    if lost:
+        log.error(logs.fields("stopped", lost_core=True, core_status=status, reason=core.doing))
+    else:
+        log.info(logs.fields("stopped", lost_core=False, core_status=status))
     return 1 if lost else 0
 
 

@@ -8,7 +8,7 @@ would answer wrongly must not start. Knows nothing of weights, caches and device
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headway_engine.model_source import ModelError
+from headway_engine.model_error import ModelError
 
 ELSEWHERE = "run it on the vllm runtime"
 

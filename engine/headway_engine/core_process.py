@@ -21,6 +21,7 @@ from headway_engine import channel, config, logs
 from headway_engine.limits import differences
 from headway_engine.loop import Inbox, Loop, Run, Scheduler
 from headway_engine.messages import Died, Loading, Ready
+from headway_engine.model_error import ModelError
 from headway_engine.preparation import Prepare
 from headway_engine.protocol import Capacity, Limits, check_limits, clamp_limits
 from headway_engine.tenants import TenantPolicy
@@ -54,6 +55,11 @@ def serve(sock: socket.socket, load: Load) -> int:
         Loop(core.scheduler, core.run, end.send, limits=limits, inbox=inbox, prepare=core.prepare).run()
     except channel.ChannelClosed:
         log.warning(logs.fields("front-end-gone"))
+    except ModelError as error:
+        # A setting to be changed, and said in words; where the code was says nothing to whoever set it.
+        log.error(logs.fields("core-cannot-start", reason=str(error)))
+        end.send(Died(message=str(error)))
+        return 1
     except Exception as error:
         log.exception(logs.fields("core-died"))
         end.send(Died(message=f"{type(error).__name__}: {error}"))
@@ -97,13 +103,14 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     from headway_engine.scheduler import Scheduler
 
     progress(f"resolving {settings.model}")
-    source = model.resolve(settings.model, settings.revision, model.default_cache_dir())
+    source = model.resolve(settings.model, settings.revision, model.default_cache_dir(), progress)
     loaded = model.load(
         source,
         dtype=settings.dtype,
         device=settings.device,
         max_model_len=settings.max_model_len,
         progress=progress,
+        quantize=settings.quantization,
     )
     if loaded.tokenizer_dir is None:
         raise model.ModelError(f"model: {settings.model} has no tokenizer beside its weights")

@@ -8,7 +8,7 @@ Knows nothing of caches and locks.
 from pathlib import Path
 from typing import Any
 
-from headway_engine.model_source import ModelError
+from headway_engine.model_error import ModelError
 
 
 def write_tokenizer(gguf: Path, out: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 
-from headway_engine.model_source import ModelError
+from headway_engine.model_error import ModelError
 
 LISTEN = "headway_listen"
 

@@ -20,21 +20,25 @@ from itertools import islice, product
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from headway_engine import tokenizer_files
+from headway_engine.hub import snapshot
+from headway_engine.model_error import ModelError
+
+__all__ = ["ModelError", "ModelSource", "SourceKind", "default_cache_dir", "resolve", "weights_folder"]
+
 BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCABULARY = len(BYTE_SPECIALS) + 256
 _CACHE_VERSION = "1"  # part of every name in the cache: raise it when a converter changes
 
-_SMALL_HF_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-_WEIGHT_HF_FILES = [*_SMALL_HF_FILES, "*.safetensors"]
+_SMALL_HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_WEIGHT_HF_FILES = (*_SMALL_HF_FILES, "*.safetensors")
+_OTHER_COPIES = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
+"""The same weights in other forms, which some repositories carry beside them."""
 
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-class ModelError(ValueError):
-    """A model that cannot be found, read or served right. The text names the setting and a way out."""
 
 
 class SourceKind(Enum):
@@ -89,12 +93,18 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
 
 
-def resolve(uri: str, revision: str, cache_dir: Path) -> ModelSource:
+def _quiet(_: str) -> None:
+    """Progress that nobody wants to hear of."""
+
+
+def resolve(
+    uri: str, revision: str, cache_dir: Path, progress: Callable[[str], None] = _quiet
+) -> ModelSource:
     """The source behind a model URI, its tokenizer ready to load. Raises ModelError."""
     parts = urlsplit(uri)
     match parts.scheme:
         case "hf":
-            return _resolve_hub(uri, unquote(parts.netloc + parts.path), revision, cache_dir)
+            return _resolve_hub(uri, unquote(parts.netloc + parts.path), revision, cache_dir, progress)
         case "file":
             if parts.netloc not in ("", "localhost"):
                 raise ModelError(
@@ -120,8 +130,16 @@ def resolve(uri: str, revision: str, cache_dir: Path) -> ModelSource:
 def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
     """A Hugging Face folder with configuration and weights (not for random models). Raises ModelError."""
     if source.kind is SourceKind.HUB:
-        progress(f"fetching {source.repository} at {source.revision}")
-        return _snapshot(source.repository, source.revision, _WEIGHT_HF_FILES)
+        assert source.path is not None
+        # The commit that the tokenizer came from: the branch may have moved since.
+        commit, repository = source.path.name, source.repository
+        progress(f"fetching {repository} at {source.revision} ({commit[:12]})")
+        folder = snapshot(repository, commit, _WEIGHT_HF_FILES, progress, ignore=_OTHER_COPIES)
+        if not any(folder.glob("*.safetensors")):
+            folder = snapshot(
+                repository, commit, ("*.bin", "*.bin.index.json"), progress, ignore=_OTHER_COPIES
+            )
+        return folder
     assert source.path is not None
     if source.kind is SourceKind.FOLDER:
         return source.path
@@ -140,9 +158,8 @@ def _resolve_path(uri: str, path: Path, revision: str, cache_dir: Path) -> Model
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json; give the folder that holds it")
-        has_tokenizer = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
         return ModelSource(
-            uri, revision, SourceKind.FOLDER, cache_dir, path if has_tokenizer else None, path=path
+            uri, revision, SourceKind.FOLDER, cache_dir, _tokenizer_folder(path, cache_dir), path=path
         )
     if not path.is_file():
         raise ModelError(f"model: there is nothing at {path} ({uri})")
@@ -176,35 +193,27 @@ def _packaged_file(uri: str, module: str, name: str) -> Path:
     return path
 
 
-def _resolve_hub(uri: str, repository: str, revision: str, cache_dir: Path) -> ModelSource:
+def _resolve_hub(
+    uri: str, repository: str, revision: str, cache_dir: Path, progress: Callable[[str], None]
+) -> ModelSource:
     repository = repository.strip("/")
     if not 1 <= len(repository.split("/")) <= 2 or not repository:
         raise ModelError(f"model: {uri!r} must look like hf://ORG/NAME")
-    folder = _snapshot(repository, revision, _SMALL_HF_FILES)
-    return ModelSource(uri, revision, SourceKind.HUB, cache_dir, folder, path=folder, repository=repository)
+    folder = snapshot(repository, revision, _SMALL_HF_FILES, progress)
+    tokenizer = _tokenizer_folder(folder, cache_dir)
+    return ModelSource(
+        uri, revision, SourceKind.HUB, cache_dir, tokenizer, path=folder, repository=repository
+    )
 
 
-def _snapshot(repository: str, revision: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise ModelError(
-            f"model: {repository} is gated; accept its terms on the hub and set HF_TOKEN (hfTokenSecretRef)"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"model: the hub knows no {repository}, or the token may not see it; check the name and HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"revision: {repository} has no revision {revision!r}") from error
-    except Exception as error:
-        raise ModelError(
-            f"model: {repository} could not be fetched and is not in the hub cache: {error}; "
-            "check the network, HF_ENDPOINT and HF_HOME, or use file:///PATH"
-        ) from error
+def _tokenizer_folder(folder: Path, cache_dir: Path) -> Path | None:
+    """Where the tokenizer.json is: beside the weights, or converted into the cache; None when nowhere."""
+    if (folder / tokenizer_files.FAST).is_file():
+        return folder
+    if not tokenizer_files.has_any(folder):
+        return None
+    name = f"{folder.name}-{tokenizer_files.digest(folder)}-v{_CACHE_VERSION}"
+    return _once(cache_dir / "tokenizers" / name, lambda out: tokenizer_files.convert(folder, out))
 
 
 def _random_shape(uri: str, architecture: str, query: str) -> RandomShape:

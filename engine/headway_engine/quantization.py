@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway_engine.config import QUANTIZATIONS
-from headway_engine.model_source import ModelError
+from headway_engine.model_error import ModelError
 
 
 def named_method(config: Mapping[str, Any]) -> str:

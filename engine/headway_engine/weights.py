@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from headway_engine.model_source import ModelError
+from headway_engine.model_error import ModelError
 from headway_engine.quantization import named_method, on_the_fly
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,5 @@
+"""The one exception of finding, reading and judging a model; needs nothing, so that anything may raise it."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be found, read or served right. The text names the setting and a way out."""
