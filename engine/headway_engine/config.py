@@ -42,6 +42,7 @@ class EngineConfig:
     kv_block_tokens: int = 16
     kv_blocks: int = 0  # 0: from memory; otherwise exactly this many
     prefix_caching: bool = True
+    pooling: str = "auto"
     limits_file: Path | None = None
     objectives_file: Path | None = None
     tenants_file: Path | None = None
@@ -123,6 +124,12 @@ def parser() -> argparse.ArgumentParser:
         "--kv-blocks", type=int, default=d.kv_blocks, help="exact number of KV blocks; 0: from memory"
     )
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument(
+        "--pooling",
+        default=d.pooling,
+        choices=["auto", "last", "mean"],
+        help="embeddings: the last token's hidden state or the mean of all; auto: as the model's folder says",
+    )
     p.add_argument("--limits-file", type=Path, default=d.limits_file, help="JSON of Limits to start with")
     p.add_argument(
         "--objectives-file", type=Path, default=d.objectives_file, help="JSON of Objectives to start with"

@@ -99,7 +99,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     """The real thing: resolve and load the model, measure what fits, reserve it."""
     progress("starting")
     # Imported here: torch takes seconds, and /readyz should say what they are spent on.
-    from headway_engine import model, runner
+    from headway_engine import embedding_config, model, runner
     from headway_engine.scheduler import Scheduler
 
     progress(f"resolving {settings.model}")
@@ -119,6 +119,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     progress("building the runner")  # the first time, this may compile kernels
     built = runner.build_runner(settings, loaded, capacity)
     limits = starting_limits(settings, capacity)
+    embeddings = embedding_config.embeddings_of(source.path, settings.pooling, built.embedding_size)
     ready = Ready(
         capacity=capacity,
         limits=limits,
@@ -130,6 +131,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         stop_token_ids=loaded.eos_token_ids,
         grammars=built.follows_grammars,
         vocab_size=int(getattr(loaded.config.get_text_config(), "vocab_size", 0)),
+        embeddings=embeddings,
     )
     scheduler = Scheduler(
         capacity, limits, prefix_caching=settings.prefix_caching, tenants=tenant_policy(settings)

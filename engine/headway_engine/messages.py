@@ -8,7 +8,7 @@ that the front end is woken once a step and not once a token. Nothing here knows
 import msgspec
 
 from headway_engine.protocol import Capacity, Limits
-from headway_engine.sequence import Event, Rejected, Request, RequestId
+from headway_engine.sequence import Event, Pooling, Rejected, Request, RequestId
 from headway_engine.stepcost import StepStatistics
 
 # Commands: front end to core.
@@ -52,6 +52,21 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     what: str
 
 
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True, tag="embeddings"):
+    """How the model makes a vector of a prompt."""
+
+    pooling: Pooling
+    dimensions: int
+    cuts: tuple[int, ...] = ()  # fewer dimensions that its vectors may be cut to
+    any_cut: bool = False  # any fewer will do
+
+
+class NoEmbeddings(msgspec.Struct, frozen=True, tag="no_embeddings"):
+    """The model makes no vectors, and why, in words for clients."""
+
+    reason: str = "its runner makes none"
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded and the loop turns."""
 
@@ -65,6 +80,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids
     vocab_size: int = 0  # token ids that the model has weights for; 0: as many as the tokenizer knows
     grammars: bool = True  # requests may have a grammar
+    embeddings: Embeddings | NoEmbeddings = NoEmbeddings()
 
 
 class Gauges(msgspec.Struct, frozen=True, kw_only=True):

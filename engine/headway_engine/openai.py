@@ -250,7 +250,7 @@ def parse_completion(body: bytes) -> Call:
         raise bad_request(
             "max_tokens: 0 is for echo alone; without it the answer would be empty", "max_tokens"
         )
-    prompts = _prompts(b.prompt)
+    prompts = prompts_of(b.prompt, "prompt")
     if len(prompts) * (b.n or 1) > MAX_CHOICES:
         raise bad_request(f"prompts times n must not exceed {MAX_CHOICES}", "n")
     return _call(
@@ -395,20 +395,20 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
+def prompts_of(prompt: str | list[Any], field: str) -> tuple[Prompt, ...]:
     """The four forms: a text, texts, token ids, lists of token ids. A list may have millions of items, and
     everybody waits while it is looked at, so no loop of ours runs over it."""
     if isinstance(prompt, str):
         return (prompt,)
     if not prompt:
-        raise bad_request("prompt: must not be empty", "prompt")
+        raise bad_request(f"{field}: must not be empty", field)
     if (texts := _as(prompt, list[str])) is not None:
         return tuple(texts)
     if (ids := _as(prompt, TokenIds)) is not None:
         return (tuple(ids),)
     if (lists := _as(prompt, list[TokenIds])) is not None:
         return tuple(tuple(ids) for ids in lists)
-    raise bad_request("prompt: must be a string, strings, token ids, or lists of token ids", "prompt")
+    raise bad_request(f"{field}: must be a string, strings, token ids, or lists of token ids", field)
 
 
 def _as(value: Any, form: type[T]) -> T | None:

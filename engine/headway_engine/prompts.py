@@ -15,13 +15,14 @@ import msgspec
 
 from headway_engine import openai
 from headway_engine.answers import ApiError, bad_request
+from headway_engine.embeddings import MAX_CALL_TOKENS, EmbeddingsCall, check_dimensions
 from headway_engine.generation import Choice
 from headway_engine.grammar import GrammarError
 from headway_engine.grammar_check import Checker
-from headway_engine.messages import Ready
-from headway_engine.openai import Call
+from headway_engine.messages import Embeddings, Ready
+from headway_engine.openai import Call, Prompt
 from headway_engine.protocol import Limits
-from headway_engine.sequence import Request
+from headway_engine.sequence import Request, SamplingParams
 from headway_engine.text import TextError, Tokeniser
 from headway_engine.tool_calls import ToolCallReader
 from headway_engine.tools import told
@@ -138,6 +139,11 @@ def checked(ids: list[int], limit: int, vocab_size: int, param: str) -> list[int
         raise bad_request(f"{param}: must not be empty", param)
     if len(ids) > limit:
         raise too_long(str(len(ids)), limit, param)
+    return known(ids, vocab_size, param)
+
+
+def known(ids: list[int], vocab_size: int, param: str) -> list[int]:
+    """The ids, when the model knows them all."""
     if max(ids) >= vocab_size:
         raise bad_request(f"{param}: token id {max(ids)} is outside the vocabulary ({vocab_size})", param)
     return ids
@@ -215,6 +221,70 @@ def build(
                 )
             )
     return requests, choices
+
+
+def embeddings_of(call: EmbeddingsCall, serving: Serving) -> Embeddings:
+    """How the model makes vectors; 400 when it makes none, or none of the size that is asked for."""
+    embeddings = serving.ready.embeddings
+    if not isinstance(embeddings, Embeddings):
+        raise bad_request(f"model: this model gives no embeddings: {embeddings.reason}", "model")
+    check_dimensions(call, embeddings)
+    return embeddings
+
+
+async def encode_inputs(call: EmbeddingsCall, serving: Serving) -> list[list[int]]:
+    """Token ids of each input; 400 for one that is too long or not of this model, and for too many in all."""
+    tokeniser = serving.tokeniser
+    chars = sum(len(one) for one in call.inputs if isinstance(one, str))
+    if chars > MAX_CALL_TOKENS * tokeniser.longest_token_chars:
+        raise _too_many(f"at least {chars // tokeniser.longest_token_chars}")
+    if chars <= INLINE_PROMPT_CHARS:
+        inputs = [_encode_input(i, one, serving) for i, one in enumerate(call.inputs)]
+    else:
+        inputs = await asyncio.to_thread(
+            lambda: [_encode_input(i, one, serving) for i, one in enumerate(call.inputs)]
+        )
+    if (total := sum(map(len, inputs))) > MAX_CALL_TOKENS:
+        raise _too_many(str(total))
+    return inputs
+
+
+def _encode_input(number: int, one: Prompt, serving: Serving) -> list[int]:
+    """Token ids of input `number`. Nothing is generated, so it may fill the whole context."""
+    tokeniser, limit = serving.tokeniser, serving.ready.capacity.max_model_tokens
+    longest = tokeniser.longest_token_chars
+    over = f"at least {len(one) // longest}" if isinstance(one, str) and len(one) > limit * longest else ""
+    ids: list[int] = []
+    if not over:
+        ids = tokeniser.encode(one) if isinstance(one, str) else list(one)
+        over = str(len(ids)) if len(ids) > limit else ""
+    if over:
+        message = f"input[{number}]: {over} tokens; this model takes at most {limit}"
+        raise bad_request(message, "input", "context_length_exceeded")
+    return known(ids, serving.vocab_size, "input")
+
+
+def _too_many(tokens: str) -> ApiError:
+    return bad_request(f"input: {tokens} tokens; one call takes at most {MAX_CALL_TOKENS}", "input")
+
+
+def build_pooled(
+    call: EmbeddingsCall, inputs: list[list[int]], embeddings: Embeddings, *, tenant: str, arrival_s: float
+) -> list[Request]:
+    """One Request for every input."""
+    return [
+        Request(
+            id=secrets.token_hex(12),
+            prompt=tuple(ids),
+            sampling=SamplingParams(max_tokens=0),
+            arrival_s=arrival_s,
+            tenant=tenant,
+            priority=call.priority,
+            cache_salt=tenant,
+            pooling=embeddings.pooling,
+        )
+        for ids in inputs
+    ]
 
 
 def _reader(call: Call) -> ToolCallReader | None:

@@ -140,6 +140,7 @@ class Metric(StrEnum):
     TPOT = "headway_time_per_output_token_seconds"
     E2E = "headway_request_latency_seconds"
     QUEUE = "headway_queue_time_seconds"
+    EMBEDDING = "headway_embedding_latency_seconds"
     STEP_SECONDS = "headway_step_seconds"
     # Histograms, counts.
     STEP_TOKENS = "headway_step_tokens"

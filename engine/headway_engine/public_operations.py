@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from headway_engine import openai
+from headway_engine.embeddings import EmbeddingsBody
 from headway_engine.operations import Answer, Operation, Operations, Port, document
 from headway_engine.protocol import TENANT_HEADER
 
@@ -82,6 +83,29 @@ class CompletionChunk(Form):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+
+
+class Embedding(Form):
+    object: Literal["embedding"]
+    index: Count
+    embedding: Annotated[
+        list[float] | str,
+        Meta(description="of length 1; with `base64`, float32 values in little-endian order"),
+    ]
+
+
+class EmbeddingsUsage(Form):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingsList(Form):
+    """The answer of /v1/embeddings, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
 
 
 class CalledFunction(Form):
@@ -302,6 +326,25 @@ OPERATIONS: Operations = {
         description="For clients and load balancers; the probes of a kubelet are at the management port.",
         open=True,
         answers={200: Answer(description="they are", type=Health), **STARTING},
+    ),
+    ("post", "/v1/embeddings"): Operation(
+        id="embed",
+        tag="generate",
+        summary="Make vectors of inputs",
+        body=EmbeddingsBody,
+        examples={
+            "one": {"input": "The capital of France"},
+            "several": {"input": ["Paris", "Rome"], "encoding_format": "base64"},
+        },
+        answers={
+            200: Answer(description="the vectors", type=EmbeddingsList),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **BODY,
+            **COMPUTED,
+            **STARTING,
+        },
     ),
     ("get", "/v1/models"): Operation(
         id="models",

@@ -185,7 +185,7 @@ class Reply(CoreReply):
             if isinstance(item, Rejected):
                 raise refusal(item)
             if isinstance(item, CutOff):
-                raise ApiError(503, item.message, code=item.code, retry_after_s=item.retry_after_s)
+                raise cut_off(item)
             choice = self._choices[item.id]
             if choice.done:
                 continue
@@ -213,12 +213,17 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def refusal(rejected: Rejected) -> ApiError:
-    """The scheduler's refusal as a status."""
+def cut_off(item: CutOff) -> ApiError:
+    """The end of the engine as a status."""
+    return ApiError(503, item.message, code=item.code, retry_after_s=item.retry_after_s)
+
+
+def refusal(rejected: Rejected, field: str = "prompt") -> ApiError:
+    """The scheduler's refusal as a status; `field` of the body holds what was refused."""
     message, retry_s = rejected.message, rejected.retry_after_s
     match rejected.reason:
         case RejectReason.TOO_LONG:
-            return bad_request(message, "prompt", "context_length_exceeded")
+            return bad_request(message, field, "context_length_exceeded")
         case RejectReason.QUEUE_FULL:
             return ApiError(429, message, code=str(rejected.reason), retry_after_s=retry_s)
         case RejectReason.DRAINING:

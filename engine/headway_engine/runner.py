@@ -25,9 +25,11 @@ from headway_engine.lean.kernels import PagedKernel
 from headway_engine.lean.runner import LeanRunner
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.model import LoadedModel, ModelError
+from headway_engine.pooling import base_of
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
 from headway_engine.stepping import (
+    CHECK_PROMPT,
     Runner,
     StepError,
     StepRunner,
@@ -62,9 +64,26 @@ class TransformersRunner(StepRunner):
         self._kernel = kernel
         plain = plain_logits(model, capacity)
         module: Any = model.module  # nn.Module types every attribute as a tensor
+        self._base = base_of(module, CHECK_PROMPT[: capacity.kv_tokens], model.device)
         module.set_attn_implementation(PAGED)
         self._module = module
         self._compare(plain)
+
+    @property
+    def embedding_size(self) -> int:
+        """See Runner."""
+        return self._base.size if self._base else 0
+
+    def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._base is not None, "the front end refuses embeddings of this model"
+        seen: list[torch.Tensor] = []
+        # The base is not called by itself: what some models do to logits after the head must not be lost.
+        hook = self._base.module.register_forward_hook(lambda _module, _inputs, out: seen.append(out[0]))
+        try:
+            logits = self._forward(chunks)
+        finally:
+            hook.remove()
+        return logits, seen[0][0, rows]
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         ids, positions, sampled = flatten(chunks, self._model.device)

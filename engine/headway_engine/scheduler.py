@@ -38,6 +38,7 @@ from headway_engine.sequence import (
     Step,
     TokenLogprob,
     TokenOut,
+    VectorOut,
 )
 from headway_engine.tenants import TenantPolicy
 from headway_engine.window import CLOCK_GRAIN_S, Waiting, leaves_at_s
@@ -254,6 +255,8 @@ class Scheduler:
                 self._append(sequence, result, events)
                 if self._rates.active:
                     self._rates.spend(sequence.request.tenant, 1, now_s)
+            elif chunk.pools:
+                self._give_vector(sequence, result, events)
             elif sequence.remaining == 0:
                 events.append(self._finish(sequence, FinishReason.LENGTH))
         return tuple(events)
@@ -412,6 +415,14 @@ class Scheduler:
         sequence.scored += len(scores)
         for first in range(0, len(scores), SCORES_IN_EVENT):
             events.append(PromptOut(sequence.id, scores[first : first + SCORES_IN_EVENT]))
+
+    def _give_vector(self, sequence: Sequence, result: SampledToken | None, events: list[Event]) -> None:
+        if result is None or not result.vector:
+            message = "the step gave no vector for this sequence"
+            events.append(self._finish(sequence, FinishReason.ERROR, message))
+            return
+        events.append(VectorOut(sequence.id, result.vector))
+        events.append(self._finish(sequence, FinishReason.STOP))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
         self._roster.finish(sequence, reason)

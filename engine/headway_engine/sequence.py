@@ -35,8 +35,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""  # what the output must obey, see `grammar`; empty: nothing
 
 
+class Pooling(StrEnum):
+    """How the hidden states of a prompt become one vector."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean over all tokens
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence that the core is asked to continue. `id` is ours, never the client's."""
+    """One sequence that the core is asked to continue, or to make a vector of. `id` is ours, never the
+    client's."""
 
     id: RequestId
     prompt: tuple[TokenId, ...]
@@ -45,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0  # higher is more urgent
     cache_salt: str = ""  # prefix-cache hits only inside one salt
+    pooling: Pooling | None = None  # the prompt's vector is asked for, and no output (max_tokens is 0)
 
 
 class Status(Enum):
@@ -114,7 +123,9 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Tokens whose keys and values may come from the prefix cache. Those that must yield logits still
-        must be computed: the last, and all that are to be scored."""
+        must be computed: the last, and all that are to be scored. A mean is over what was computed."""
+        if self.request.pooling is Pooling.MEAN:
+            return 0
         last = len(self.tokens) - 1
         return last if self.request.sampling.prompt_logprobs < 0 else min(last, self.scored)
 
@@ -136,6 +147,12 @@ class Chunk:
     def is_decode(self) -> bool:
         """True for a step of a sequence that has produced output already."""
         return self.length == 1 and self.start >= self.sequence.prompt_len
+
+    @property
+    def pools(self) -> bool:
+        """True for the last chunk of a prompt whose vector is asked for."""
+        sequence = self.sequence
+        return sequence.request.pooling is not None and self.start + self.length == len(sequence.tokens)
 
     @property
     def scored(self) -> range:
@@ -184,11 +201,12 @@ NO_TOKEN = -1
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """What the runner returns for a chunk that samples, or scores."""
+    """What the runner returns for a chunk that samples, scores or pools."""
 
-    token: TokenId  # NO_TOKEN when it only scores
+    token: TokenId  # NO_TOKEN when none was sampled
     logprob: TokenLogprob | None = None
     scores: tuple[TokenLogprob, ...] = ()  # one for each of the chunk's `scored`
+    vector: bytes = b""  # of a chunk that pools: float32, little-endian, of length 1
 
 
 class TokenOut(msgspec.Struct, frozen=True, tag="token"):
@@ -204,6 +222,13 @@ class PromptOut(msgspec.Struct, frozen=True, tag="prompt"):
 
     id: RequestId
     scores: tuple[TokenLogprob, ...]
+
+
+class VectorOut(msgspec.Struct, frozen=True, tag="vector"):
+    """The vector of a prompt: float32, little-endian, of length 1. Finished follows."""
+
+    id: RequestId
+    vector: bytes
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -228,7 +253,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     message: str = ""
 
 
-Event = TokenOut | PromptOut | Started | Preempted | Finished
+Event = TokenOut | PromptOut | VectorOut | Started | Preempted | Finished
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -21,11 +21,22 @@ from starlette.types import ASGIApp
 from headway_engine import answers, openai
 from headway_engine.answers import ApiError, Kind, bad_request
 from headway_engine.core_client import DRAINING_RETRY_S, GONE, STARTING_RETRY_S, CoreClient, Phase
+from headway_engine.embedding_reply import EmbeddingsReply
+from headway_engine.embeddings import most_at_once, parse_embeddings
 from headway_engine.exchange import Asked, Exchanges, Watcher, exchange_of
 from headway_engine.keys import KeyRing
 from headway_engine.methods import allowed, heads
 from headway_engine.openai import Call
-from headway_engine.prompts import Serving, build, encode_prompts, encode_text, render
+from headway_engine.prompts import (
+    Serving,
+    build,
+    build_pooled,
+    embeddings_of,
+    encode_inputs,
+    encode_prompts,
+    encode_text,
+    render,
+)
 from headway_engine.protocol import TENANT_HEADER, Limits
 from headway_engine.public_operations import public_document
 from headway_engine.reply import JSON, STALLED_READER_S, Reply
@@ -82,11 +93,7 @@ class Front:
     async def generate(self, http: HttpRequest, parse: Callable[[bytes], Call]) -> Response:
         """A generating route, up to the point where the core is asked."""
         arrival_s = exchange_of(http.scope).arrival_s
-        try:
-            serving = self.serving()
-        except ApiError:
-            self.telemetry.turned_away()
-            raise
+        serving = self.open()
         tenant = tenant_of(http, self.keys)
         call = await parsed(parse, await read_body(http))
         self.check_model(call.model)
@@ -103,6 +110,37 @@ class Front:
             clock=self.clock,
             stalled_reader_s=self.stalled_reader_s,
         )
+
+    async def embed(self, http: HttpRequest) -> Response:
+        """The embedding route, up to the point where the core is asked."""
+        arrival_s = exchange_of(http.scope).arrival_s
+        serving = self.open()
+        tenant = tenant_of(http, self.keys)
+        call = await parsed(parse_embeddings, await read_body(http))
+        self.check_model(call.model)
+        asked = Asked(operation="embeddings", model=self.served_name, samples=len(call.inputs))
+        exchange_of(http.scope).asked = asked
+        embeddings = embeddings_of(call, serving)
+        inputs = await encode_inputs(call, serving)
+        requests = build_pooled(call, inputs, embeddings, tenant=tenant, arrival_s=arrival_s)
+        self.check_flood(min(len(requests), most_at_once(serving.limits)), serving.limits)
+        return EmbeddingsReply(
+            self.core,
+            call,
+            requests,
+            limits=serving.limits,
+            model_name=self.served_name,
+            clock=self.clock,
+            stalled_reader_s=self.stalled_reader_s,
+        )
+
+    def open(self) -> Serving:
+        """As `serving`, for requests that count as arrived though there is nothing to serve them with."""
+        try:
+            return self.serving()
+        except ApiError:
+            self.telemetry.turned_away()
+            raise
 
     def check_model(self, name: str) -> None:
         """404 for another model than the one served; no name means that one."""
@@ -236,6 +274,10 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         return await front.generate(http, openai.parse_completion)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(http: HttpRequest) -> Response:
+        return await front.embed(http)
 
     @app.get("/openapi.json")
     async def openapi_document() -> Response:

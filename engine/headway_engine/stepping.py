@@ -12,6 +12,7 @@ import torch
 from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
 from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.model import LoadedModel, ModelError
+from headway_engine.pooling import Pooler, hidden_rows
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import NotFinite, Picker, sample, score
 from headway_engine.sequence import (
@@ -64,7 +65,12 @@ class Runner(Protocol):
         ...
 
     def run(self, step: Step) -> dict[str, SampledToken]:
-        """The outcome of every chunk that samples or scores, by sequence id. Raises StepError."""
+        """The outcome of every chunk that samples, scores or pools, by sequence id. Raises StepError."""
+        ...
+
+    @property
+    def embedding_size(self) -> int:
+        """Dimensions of a prompt's vector; 0: requests may not ask for one."""
         ...
 
     @property
@@ -95,6 +101,12 @@ class StepRunner:
         )
         self._grammars = _grammars(model)
         self._picker = picker
+        self._pooler = Pooler()
+
+    @property
+    def embedding_size(self) -> int:
+        """See Runner. Of runners that have `_forward_hidden`."""
+        return 0
 
     @property
     def follows_grammars(self) -> bool:
@@ -110,6 +122,18 @@ class StepRunner:
         """Logits [rows, vocabulary] of `logit_rows`. Inference mode is on."""
         raise NotImplementedError
 
+    def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits as `_forward`, and the hidden states [rows, hidden] that the head reads, of these rows."""
+        raise NotImplementedError
+
+    def _compute(self, chunks: list[Chunk]) -> dict[str, SampledToken]:
+        """One forward pass, and what came of it."""
+        rows = hidden_rows(chunks)
+        if not rows:
+            return outcomes(self._forward(chunks), chunks, self._grammars, self._picker)
+        logits, hidden = self._forward_hidden(chunks, rows)
+        return outcomes(logits, chunks, self._grammars, self._picker) | self._pooler.pool(chunks, hidden)
+
     def run(self, step: Step) -> dict[str, SampledToken]:
         """See Runner. Grad mode belongs to a thread, so it is left here and not where the thread began."""
         chunks = in_row_order(step)
@@ -117,7 +141,7 @@ class StepRunner:
             with torch.inference_mode():
                 out: dict[str, SampledToken] = {}
                 for part in parts(chunks, self._most_rows):
-                    merge(out, outcomes(self._forward(part), part, self._grammars, self._picker))
+                    merge(out, self._compute(part))
                 return out
         except GrammarFailed as error:
             raise StepError(f"the grammar cannot be followed: {error}", sequence_ids=error.ids) from error

@@ -121,6 +121,7 @@ class Journey:
     tokens: int = 0
     cached_tokens: int = 0
     preempted_s: tuple[float, ...] = ()
+    generates: bool = True  # False: a vector is asked for
     outcome: Outcome | None = None
 
 
@@ -162,6 +163,7 @@ class Telemetry:
             Metric.TPOT: Histogram(latency_buckets(objectives.itl_ms)),
             Metric.E2E: Histogram(latency_buckets(objectives.e2e_ms)),
             Metric.QUEUE: Histogram(latency_buckets(objectives.ttft_ms)),
+            Metric.EMBEDDING: Histogram(latency_buckets(0)),
         }
 
     def arrived(self, request: Request) -> Journey:
@@ -169,7 +171,8 @@ class Telemetry:
         kept up to date until then."""
         self.arrived_total += 1
         tenant = self._tenant(request.tenant)
-        journey = self._open[request.id] = Journey(request.arrival_s, len(request.prompt), tenant)
+        journey = Journey(request.arrival_s, len(request.prompt), tenant, generates=request.pooling is None)
+        self._open[request.id] = journey
         return journey
 
     def _tenant(self, name: str) -> _TenantTokens:
@@ -191,7 +194,10 @@ class Telemetry:
             return
         clock.ended_s, clock.outcome = now_s, outcome
         self.outcomes_total[outcome] += 1
-        if outcome is Outcome.FINISHED:
+        if outcome is Outcome.FINISHED and not clock.generates:
+            # Objectives are about generation: vectors, which are quick, would hide its misses.
+            self._latency[Metric.EMBEDDING].observe(now_s - clock.arrival_s)
+        elif outcome is Outcome.FINISHED:
             self._latency[Metric.E2E].observe(now_s - clock.arrival_s)
             if clock.tokens > 1:
                 self._latency[Metric.TPOT].observe((clock.last_s - clock.first_s) / (clock.tokens - 1))
@@ -345,6 +351,7 @@ HELP: dict[Metric, str] = {
     Metric.ITL: "Gap between two tokens of one request.",
     Metric.TPOT: "Mean gap between tokens over one finished request.",
     Metric.E2E: "From arrival to the last token, of finished requests.",
+    Metric.EMBEDDING: "From the moment an input of an embeddings call is handed to the core to its vector.",
     Metric.QUEUE: "From arrival to the first step that had the request in it.",
     Metric.STEP_SECONDS: "Time of one step.",
     Metric.STEP_TOKENS: "Tokens computed in one step.",

@@ -261,7 +261,7 @@ def test_api_keys_say_who_asks(tmp_path):
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 9999}]}, 400, "messages"),
-        ("/v1/embeddings", {"input": "a"}, 404, None),
+        ("/v1/rerank", {"query": "a"}, 404, None),
         ("/tokenize", {}, 400, "prompt"),
         ("/detokenize", {"tokens": [99_999]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens"),

@@ -2,7 +2,7 @@
 
 The toy continues the alphabet ("abc" is followed by "defgh..."), repeats the last character when it is not a
 letter, ends its text after a full stop, and raises on a prompt with a skull (☠) in it: at once, or with
-two of them in mid-stream. Run as a program, it
+two of them in mid-stream. Its vector of a prompt tells how long it is and where it ends. Run as a program, it
 takes the engine's own arguments. FAKE_STEP_S slows its steps; FAKE_LOAD says how loading goes (`ok`, `fail`,
 `slow`); FAKE_BROKEN makes every step fail; FAKE_SAYS is what it answers to everything; FAKE_TEMPLATE is its
 chat template; FAKE_CONTEXT is the longest it takes.
@@ -10,23 +10,25 @@ chat template; FAKE_CONTEXT is the longest it takes.
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from headway_engine import __main__ as engine
 from headway_engine import config, core_process, logs
-from headway_engine.messages import Ready
+from headway_engine.messages import Embeddings, Ready
 from headway_engine.model_source import default_cache_dir, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.scheduler import Scheduler
-from headway_engine.sequence import NO_TOKEN, Chunk, RequestId, SampledToken, Step, TokenLogprob
+from headway_engine.sequence import NO_TOKEN, Chunk, Pooling, RequestId, SampledToken, Step, TokenLogprob
 from headway_engine.text import Tokeniser
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
@@ -57,7 +59,11 @@ class Toy:
             time.sleep(self._step_s)
         if self._broken:
             raise RuntimeError("the device is gone")
-        return {c.sequence.id: self._result(c) for c in step.chunks if self._check(c).samples or c.scored}
+        made = {c.sequence.id: self._result(c) for c in step.chunks if self._check(c).samples or c.scored}
+        for c in step.chunks:
+            if c.pools:
+                made[c.sequence.id] = SampledToken(NO_TOKEN, vector=toy_vector(c.sequence.tokens))
+        return made
 
     def _check(self, chunk: Chunk) -> Chunk:
         prompt = chunk.sequence.request.prompt
@@ -118,6 +124,12 @@ class Toy:
         return tokens[-1]
 
 
+def toy_vector(tokens: Sequence[int]) -> bytes:
+    """Three dimensions of length 1."""
+    parts = (1.0, float(len(tokens)), float(tokens[-1]))
+    return array("f", (part / math.hypot(*parts) for part in parts)).tobytes()
+
+
 def _contains(tokens: tuple[int, ...], part: list[int]) -> bool:
     return any(list(tokens[i : i + len(part)]) == part for i in range(len(tokens) - len(part) + 1))
 
@@ -164,6 +176,7 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         tokenizer_dir=str(folder),
         stop_token_ids=(END,),
         grammars=False,  # a toy does not listen
+        embeddings=Embeddings(pooling=Pooling.LAST, dimensions=3),
     )
     scheduler = Scheduler(capacity, limits, tenants=core_process.tenant_policy(settings))
     return core_process.Core(scheduler, toy.run, ready)

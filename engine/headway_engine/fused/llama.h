@@ -29,12 +29,13 @@ struct Model {
 };
 
 struct Step {
-  int32_t tokens, chunks, samples;
+  int32_t tokens, chunks, samples, pooled;
   const int32_t *ids, *positions;
   const int64_t* slots;  // block * block_tokens + offset
   const Chunk* chunk;
-  const int32_t *tables, *sampled;
+  const int32_t *tables, *sampled, *pooled_rows;
   float* logits;     // [samples, vocabulary]
+  float* states;     // [pooled, hidden] what the head reads, of pooled_rows
   float* workspace;  // hw_workspace floats
 };
 }
@@ -123,6 +124,9 @@ static void run(const Model& m, const Step& s) {
       product<T>(normed, m.hidden, (const T*)y.gate_up, n, m.hidden, {inner, m.inner, nullptr, m.inner, GATE});
       product<T>(inner, m.inner, (const T*)y.down, n, m.inner, {x, m.hidden, nullptr, m.hidden, ADD});
     }
+#pragma omp for
+    for (int i = 0; i < s.pooled; i++)
+      rms_norm(x + (int64_t)s.pooled_rows[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
 #pragma omp for
     for (int i = 0; i < s.samples; i++)
       rms_norm(x + (int64_t)s.sampled[i] * m.hidden, m.norm, m.epsilon, m.hidden, normed + (int64_t)i * m.hidden);

@@ -45,7 +45,15 @@ class FusedRunner(StepRunner):
             self._c_model = self._take_over(model, capacity, threads)
         self._compare(plain)
 
+    @property
+    def embedding_size(self) -> int:
+        """See Runner."""
+        return int(self._c_model.hidden)
+
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        return self._forward_hidden(chunks, [])[0]
+
+    def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         spans = native.spans(
             [(c.start, c.length, c.sequence.block_table) for c in chunks], self._cache.block_tokens
         )
@@ -59,24 +67,30 @@ class FusedRunner(StepRunner):
         need = self._library.hw_workspace(self._c_model, spans.tokens)
         if self._workspace.numel() < need:
             self._workspace = torch.empty(need)
-        logits = torch.empty((len(sampled), vocabulary))
-        id_array, sampled_array = np.array(ids, dtype=np.int32), np.array(sampled, dtype=np.int32)
+        logits, states = (
+            torch.empty((len(sampled), vocabulary)),
+            torch.empty((len(rows), self.embedding_size)),
+        )
+        id_array, sampled_array, row_array = (np.array(a, dtype=np.int32) for a in (ids, sampled, rows))
         step = native.CStep(
             tokens=spans.tokens,
             chunks=len(spans.chunks),
             samples=len(sampled),
+            pooled=len(rows),
             ids=native.pointer(id_array),
             positions=native.pointer(spans.positions),
             slots=native.pointer(spans.slots),
             chunk=native.pointer(spans.chunks),
             tables=native.pointer(spans.tables),
             sampled=native.pointer(sampled_array),
+            pooled_rows=native.pointer(row_array),
             logits=logits.data_ptr(),
+            states=states.data_ptr(),
             workspace=self._workspace.data_ptr(),
         )
         if self._library.hw_run(self._c_model, step):
             raise MemoryError("no memory for the step")
-        return logits
+        return logits, states
 
     def _take_over(self, model: LoadedModel, capacity: Capacity, threads: int) -> native.CModel:
         module: Any = model.module

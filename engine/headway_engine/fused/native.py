@@ -50,9 +50,9 @@ class CModel(ctypes.Structure):
 
 class CStep(ctypes.Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("tokens", "chunks", "samples")),
+        *((name, c_int32) for name in ("tokens", "chunks", "samples", "pooled")),
         *((name, c_void_p) for name in ("ids", "positions", "slots", "chunk", "tables", "sampled")),
-        *((name, c_void_p) for name in ("logits", "workspace")),
+        *((name, c_void_p) for name in ("pooled_rows", "logits", "states", "workspace")),
     )
 
 

@@ -1,0 +1,100 @@
+"""An embeddings call on its way through the core, portion by portion, until one of the two ends.
+
+Knows nothing of routes, and nothing of how a vector is made.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from starlette.types import Send
+
+from headway_engine import embeddings
+from headway_engine.core_client import CoreClient, CutOff, News
+from headway_engine.embeddings import EmbeddingsCall, Feed
+from headway_engine.exchange import Exchange
+from headway_engine.generation import Usage
+from headway_engine.protocol import Limits
+from headway_engine.reply import STALLED_READER_S, CoreReply, cut_off, failure, refusal
+from headway_engine.sequence import (
+    Finished,
+    FinishReason,
+    Rejected,
+    RejectReason,
+    Request,
+    RequestId,
+    VectorOut,
+)
+
+INLINE_VECTOR_BYTES = 1 << 18
+"""Answers with more of them are written in a thread: every stream would wait for them."""
+
+
+class EmbeddingsReply(CoreReply):
+    """The answer of an embeddings call. Its inputs go to the core as `Feed` says."""
+
+    def __init__(
+        self,
+        core: CoreClient,
+        call: EmbeddingsCall,
+        requests: Sequence[Request],
+        *,
+        limits: Limits,
+        model_name: str,
+        clock: Callable[[], float] = time.monotonic,
+        stalled_reader_s: float = STALLED_READER_S,
+    ) -> None:
+        super().__init__(core, requests, clock=clock, stalled_reader_s=stalled_reader_s)
+        self._call = call
+        self._feed = Feed(requests, limits)
+        self._model_name = model_name
+        self._vectors: dict[RequestId, bytes] = {}
+        self._prompt_tokens = sum(len(r.prompt) for r in requests)
+        self._refused: Rejected | None = None  # the latest input that was held back
+
+    def _note(self, exchange: Exchange) -> None:
+        exchange.usage = Usage(self._prompt_tokens, 0, 0)
+
+    async def _compute(self, send: Send) -> None:
+        feed = self._feed
+        self._core.submit(feed.take(), self._box)
+        while not feed.done:
+            for item in await self._box.take():
+                self._push(item)
+            if self._refused is not None and feed.idle and not feed.done:
+                if not feed.answered:
+                    raise refusal(self._refused, "input")
+                await asyncio.sleep(self._refused.retry_after_s)
+            if portion := feed.take():
+                # These wait from now on: the queue timeout is not for the whole call.
+                now_s = self._clock()
+                portion = [msgspec.structs.replace(r, arrival_s=now_s) for r in portion]
+                self._core.submit(portion, self._box)
+        await self._send_whole(send, await self._body())
+
+    def _push(self, item: News) -> None:
+        """Take news in. Raises ApiError when an input was refused for good, or failed."""
+        match item:
+            case VectorOut():
+                self._vectors[item.id] = item.vector
+            case Finished(reason=FinishReason.STOP):
+                self._feed.end(item.id)
+            case Finished():
+                raise failure(item)
+            case Rejected(reason=RejectReason.QUEUE_FULL):
+                self._refused = item
+                self._feed.hold_back(item.id)
+            case Rejected():
+                raise refusal(item, "input")
+            case CutOff():
+                raise cut_off(item)
+            case _:
+                pass  # it runs, or has to give way for a while
+
+    async def _body(self) -> bytes:
+        vectors = [self._vectors[r.id] for r in self._requests]
+        tokens = self._prompt_tokens
+        if sum(map(len, vectors)) <= INLINE_VECTOR_BYTES:
+            return embeddings.answer(self._call, vectors, self._model_name, tokens)
+        return await asyncio.to_thread(embeddings.answer, self._call, vectors, self._model_name, tokens)
