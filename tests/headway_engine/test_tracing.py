@@ -31,7 +31,7 @@ def traced(tmp_path_factory):
             folder,
             arguments=["--limits-file", str(limits)],
             command=fake_engine.COMMAND,
-            env=c.env(FAKE_STEP_S="0.01"),
+            env=c.env(FAKE_STEP_S="0.05"),
         ) as engine,
     ):
         yield engine, c
@@ -184,7 +184,7 @@ def test_the_service_is_named_and_nothing_that_was_written_is_told(traced):
 def test_spans_of_the_last_moment_leave_before_the_engine_ends(tmp_path):
     """And a caller's decision not to sample is kept; a service name of the environment is taken."""
     slowly = {
-        "OTEL_BSP_SCHEDULE_DELAY": "60000",
+        "OTEL_BSP_SCHEDULE_DELAY": "600000",
         "OTEL_SERVICE_NAME": "chat",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
     }
