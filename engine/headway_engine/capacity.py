@@ -84,11 +84,23 @@ def step_bytes(config: EngineConfig, model: LoadedModel, shapes: Mapping[int, La
     per_row = vocab * (model.dtype.itemsize + 3 * 4)  # logits, and their float32 copies while sampling
     tokens = config.capacity_max_batch_tokens
     rows = most_logit_rows(tokens, config.capacity_max_batch_sequences)
-    step = tokens * per_token + rows * per_row + gather_bytes(rows, config, model, shapes)
+    copied = gather_bytes(rows, config, model, shapes)
+    step = tokens * per_token + rows * per_row + copied + _unpacked_bytes(model)
     if model.device.type != "cuda" or not config.decode_graphs:
         return step
     # Graphs of decodes have memory of their own: for one step of them, and where its logits are found.
     return step + rows * (per_token + 2 * vocab * model.dtype.itemsize) + _GRAPHS_BYTES
+
+
+def _unpacked_bytes(model: LoadedModel) -> int:
+    """The widest matrix of a quantized model, which is widened while it is used; 0 for a plain one."""
+    if getattr(model.module, "hf_quantizer", None) is None:
+        return 0
+    sizes = (
+        getattr(module, "in_features", 0) * getattr(module, "out_features", 0)
+        for module in model.module.modules()
+    )
+    return max(sizes, default=0) * model.dtype.itemsize
 
 
 def gather_bytes(
