@@ -118,8 +118,7 @@ class Front:
         tenant = tenant_of(http, self.keys)
         call = await parsed(parse_embeddings, await read_body(http))
         self.check_model(call.model)
-        asked = Asked(operation="embeddings", model=self.served_name, samples=len(call.inputs))
-        exchange_of(http.scope).asked = asked
+        exchange_of(http.scope).asked = Asked(operation="embeddings", model=self.served_name)
         embeddings = embeddings_of(call, serving)
         inputs = await encode_inputs(call, serving)
         requests = build_pooled(call, inputs, embeddings, tenant=tenant, arrival_s=arrival_s)

@@ -109,6 +109,24 @@ def test_a_stream_of_a_chat_is_traced_to_its_end(traced):
     assert (said["gen_ai.usage.output_tokens"], said["headway.outcome"]) == (3, "answered")
 
 
+def test_embeddings_are_traced_by_input(traced):
+    """They have no first token: each input waits and is computed, and that is all."""
+    engine, c = traced
+    answer = httpx.post(
+        engine.url + "/v1/embeddings",
+        json={"model": "tiny", "input": ["abc", "defg"]},
+        headers={"x-request-id": "embed"},
+        timeout=60,
+    )
+    assert answer.status_code == 200
+    span = c.of("embed")
+    said = attributes(span)
+    assert (span.name, said["gen_ai.usage.input_tokens"]) == ("embeddings tiny", 7)
+    assert "gen_ai.request.choice.count" not in said
+    assert "headway.ttft_s" not in said
+    assert set(c.inside(span)) == {"queue", "prefill"}
+
+
 def test_a_bad_request_is_a_span_without_phases(traced):
     """It never came to the core; the client's mistake is no error of the server's."""
     engine, c = traced
