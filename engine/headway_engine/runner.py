@@ -24,6 +24,7 @@ from headway_engine.lean.graphs import CudaRecorder
 from headway_engine.lean.kernels import PagedKernel
 from headway_engine.lean.runner import LeanRunner
 from headway_engine.llama_shape import why_not_llama
+from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.pooling import base_of
 from headway_engine.protocol import Capacity
@@ -134,7 +135,7 @@ def build_runner(config: EngineConfig, model: LoadedModel, capacity: Capacity) -
     if wanted == "lean":
         recorder = CudaRecorder(model.device) if config.decode_graphs and not on_cpu else None
         return LeanRunner(model, capacity, kernel, recorder)
-    log.info("runner: transformers (%s)", (not_fused if on_cpu else not_lean) or "asked for")
+    log.info(fields("runner", runner="transformers", why=(not_fused if on_cpu else not_lean) or "asked for"))
     return TransformersRunner(model, capacity, library, threads, kernel)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
 from headway_engine.grammar import GrammarFailed, Grammars
+from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.pooling import Pooler, hidden_rows
 from headway_engine.protocol import Capacity
@@ -185,12 +186,13 @@ class StepRunner:
 def _grammars(model: LoadedModel) -> Grammars | None:
     """None for a model that cannot follow any: it is served all the same."""
     if model.tokenizer_dir is None or not model.eos_token_ids:
-        log.warning("no structured output: the model has no tokenizer, or no token that ends a text")
+        why = "the model has no tokenizer, or no token that ends a text"
+        log.warning(fields("no-structured-output", why=why))
         return None
     try:
         return Grammars.of_model(model.tokenizer_dir, model.eos_token_ids)
     except (OSError, ValueError) as error:
-        log.warning("no structured output: %s", error)
+        log.warning(fields("no-structured-output", why=error))
         return None
 
 

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from headway_engine.logs import fields
 from headway_engine.model_error import ModelError
 from headway_engine.quantization import named_method, on_the_fly
 
@@ -190,7 +191,7 @@ def _judge(found: Mapping[str, Any], uri: str, quantized: bool) -> None:
             "(quantization_config)"
         )
     if unexpected:
-        log.info("%d weights of %s are not used, such as %s", len(unexpected), uri, unexpected[0])
+        log.info(fields("weights-unused", weights=len(unexpected), such_as=unexpected[0], model=uri))
 
 
 def _words(error: Exception) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from headway_engine.logs import fields
 from headway_engine.model_source import default_cache_dir
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def kernels() -> ctypes.CDLL | None:
     """The library for this CPU, built if need be; None (with one log line) where that cannot be."""
     place = os.environ.get(KERNELS_ENV, "")
     if place == "off":
-        log.info("kernels: turned off by %s", KERNELS_ENV)
+        log.info(fields("kernels", why=f"turned off by {KERNELS_ENV}"))
         return None
     name = library_name(instruction_set())
     try:
@@ -51,7 +52,8 @@ def kernels() -> ctypes.CDLL | None:
                 return ctypes.CDLL(str(folder / name))  # OSError where OpenMP's runtime is missing, say
         return ctypes.CDLL(str(compile_into(default_cache_dir() / "kernels", instruction_set())))
     except (OSError, RuntimeError) as error:
-        log.warning("kernels: not there, torch's own attention is used (slower): %s", error)
+        why = "torch's own attention is used instead, which is slower"
+        log.warning(fields("kernels-missing", why=why, error=error))
         return None
 
 
@@ -92,7 +94,7 @@ def compile_into(folder: Path, chosen: str) -> Path:
         if done.returncode:
             raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
         draft.replace(target)
-    log.info("kernels: built %s in %.1f s", target.name, time.monotonic() - began_s)
+    log.info(fields("kernels-built", file=target.name, seconds=round(time.monotonic() - began_s, 1)))
     return target
 
 
