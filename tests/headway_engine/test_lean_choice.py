@@ -119,7 +119,7 @@ def test_a_library_that_breaks_or_answers_wrongly_is_passed_over(caplog: pytest.
             return super().prefill(*args) * float("nan")
 
     def no_code(*_: Any) -> Any:
-        raise RuntimeError("no kernel image is available for execution on the device")
+        raise RuntimeError("no kernel image is available for execution on the device\nand forty lines more")
 
     def undefined(_: Any) -> Any:
         raise OSError("undefined symbol: _ZN3c104cuda")
@@ -136,6 +136,7 @@ def test_a_library_that_breaks_or_answers_wrongly_is_passed_over(caplog: pytest.
     (line,) = caplog.messages
     assert line.startswith("attention: good (broken: OSError: undefined symbol")
     assert "foreign: failed on this device: RuntimeError: no kernel image" in line
+    assert "forty lines" not in line
     assert "wrong: its answers differ from torch's by" in line
     assert "nan: its answers differ from torch's by" in line
 

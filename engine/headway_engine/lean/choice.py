@@ -171,12 +171,17 @@ def _tried(
     except ImportError:
         return None, "not installed"
     except Exception as error:  # noqa: BLE001 - a library built for another torch may raise anything at import
-        return None, f"{type(error).__name__}: {error}"
+        return None, _words(error)
     try:
         reason = disagreement(kernel, needs, device)
     except Exception as error:  # noqa: BLE001 - what a kernel says of a device it does not know varies
-        return None, f"failed on this device: {type(error).__name__}: {error}"
+        return None, f"failed on this device: {_words(error)}"
     return (None, reason) if reason else (kernel, "")
+
+
+def _words(error: Exception) -> str:
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def disagreement(kernel: PagedKernel, needs: Needs, device: torch.device) -> str | None:
