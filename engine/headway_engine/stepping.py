@@ -306,8 +306,9 @@ def outcomes(
         successors.extend(chunk.sequence.tokens[position + 1] for position in chunk.scored)
         if chunk.samples:
             sampling.append(first + len(chunk.scored))
+    # Rows picked from logits are a copy: not where nobody samples, as in most passes over a long prompt.
     out = sample_rows(logits[sampling], chunks, grammars, picker)
-    scores = iter(score(logits[scoring], sequences, successors))
+    scores = iter(score(logits[scoring] if sampling else logits, sequences, successors))
     for chunk in chunks:
         own = tuple(next(scores) for _ in chunk.scored)
         merge(out, {chunk.sequence.id: SampledToken(NO_TOKEN, scores=own)} if own else {})

@@ -112,7 +112,7 @@ EVERYTHING: Json = {
 
 
 def test_every_parameter_of_completions_at_once(client):
-    """Streamed and whole say the same: text, logprobs, reasons and counts, for every choice."""
+    """Row C.4 25: streamed and whole say the same: text, logprobs, reasons and counts, for every choice."""
     asked = {**EVERYTHING, "prompt": ["one", "two"], "n": 2, "best_of": 2, "logprobs": 2, "echo": True}
     whole = complete(client, **asked)
     assert [c.index for c in whole.choices] == [0, 1, 2, 3]
@@ -183,6 +183,28 @@ def test_stop_is_honoured_on_every_path(client, route, stream):
     text, reason = said(stop=stop)
     assert text == prompt + output[: output.index(stop)]
     assert reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sample_that_stops_leaves_its_siblings_alone(client, stream):
+    """Row C.5 52: one of three is ended by a stop string, which the core hears as an abort; the others say
+    what they say without it, under their own indices."""
+    asked = {"n": 3, "temperature": 1, "seed": 21, "max_tokens": 24}
+
+    def texts(**more):
+        answer = complete(client, **asked, **more, stream=stream)
+        said = {0: ["", None], 1: ["", None], 2: ["", None]}
+        for choice in (c for chunk in (answer if stream else [answer]) for c in chunk.choices):
+            said[choice.index][0] += choice.text
+            said[choice.index][1] = choice.finish_reason or said[choice.index][1]
+        return said
+
+    free = texts()
+    first, second, third = (free[i][0] for i in range(3))
+    stop = next(c for c in second if c != "\ufffd" and c not in first + third)
+    cut = texts(stop=stop)
+    assert cut[1] == [second[: second.index(stop)], "stop"]
+    assert [cut[0], cut[2]] == [free[0], free[2]]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat"])
@@ -264,6 +286,7 @@ def test_the_stream_helper_parses_objects_and_calls(client, toys):
     assert message.content == "Well."
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of parsed objects
 def test_answers_go_back_into_the_conversation_as_they_are(client, toys):
     """What users do: append the message object, whether parsed, streamed or plain, and the tool's result."""
     plain = chat(client).choices[0].message
@@ -516,6 +539,7 @@ def test_every_parameter_of_the_client_is_claimed_or_refused_by_its_name(client,
         lambda c: c.chat.completions.retrieve("chatcmpl-1"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:deprecated")
 def test_routes_that_are_not_there_are_not_found(client, ask):
     """In OpenAI's form: the client's NotFoundError with a type and a message that names the route."""
     with pytest.raises(openai.NotFoundError) as caught:

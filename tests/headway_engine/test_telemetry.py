@@ -230,9 +230,7 @@ def test_the_bucket_of_a_percentile_holds_it_and_is_narrow(values, share):
     assert upper <= 1.29 * lower
 
 
-@pytest.mark.parametrize(
-    "median_s", [0.002, 0.0055, 0.013, 0.045, 0.12, 0.7, 1.4, 5.5, 13, 45, 95, 200]
-)
+@pytest.mark.parametrize("median_s", [0.002, 0.0055, 0.013, 0.045, 0.12, 0.7, 1.4, 5.5, 13, 45, 95, 200])
 @pytest.mark.parametrize("width", [0.1, 0.3, 1.0])
 def test_percentiles_of_a_load_read_from_buckets_are_near_the_truth(median_s, width):
     """Row C.8 68: within 20 % at every scale, read as Prometheus' histogram_quantile reads them."""
