@@ -7,7 +7,16 @@ import pytest
 from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from headway_engine.preemption import MAX_PREEMPTIONS, SKIP_WINDOW
 from headway_engine.protocol import BatchingMode, Capacity, Limits
-from headway_engine.sequence import FinishReason, Rejected, RejectReason, SampledToken, Sequence, Status, Step
+from headway_engine.sequence import (
+    FinishReason,
+    Pooling,
+    Rejected,
+    RejectReason,
+    SampledToken,
+    Sequence,
+    Status,
+    Step,
+)
 from headway_engine.tenants import Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, expected_output, some_limits
 
@@ -325,6 +334,85 @@ def test_no_output_asked_for_ends_when_the_prompt_is_computed() -> None:
     assert not step.chunks[0].samples
     drive.note(drive.scheduler.commit(step, {}, 0.0))
     assert (drive.ended, drive.output) == ({"a": FinishReason.LENGTH}, {"a": []})
+
+
+# Vectors.
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_a_vector_ends_its_request_when_the_prompt_is_computed(pooling: Pooling) -> None:
+    """In chunks, beside a sequence that decodes; no token comes of it."""
+    drive = a_drive(prefill_chunk_tokens=4)
+    drive.submit(a_request("w", 3, max_tokens=4), a_request("v", 10, pooling=pooling))
+    shapes = [shape(drive.step()) for _ in range(4)]
+    assert shapes[:3] == [
+        [("w", 0, 3), ("v", 0, 4)],
+        [("w", 3, 1), ("v", 4, 4)],
+        [("w", 4, 1), ("v", 8, 2)],
+    ]
+    assert drive.ended == {"v": FinishReason.STOP, "w": FinishReason.LENGTH}
+    drive.assert_all_ended_right()
+
+
+def test_only_a_mean_does_without_prefix_hits_and_it_fills_the_cache_too() -> None:
+    """What a hit covers has no hidden states; the last token is always computed."""
+    prompt = a_prompt(17)
+    for first in Pooling:
+        drive = a_drive()
+        drive.submit(a_request("first", prompt, pooling=first))
+        drive.run()
+        drive.submit(a_request("mean", prompt, pooling=Pooling.MEAN))
+        drive.run()
+        drive.submit(a_request("last", prompt, pooling=Pooling.LAST), a_request("text", prompt))
+        drive.run()
+        assert drive.cached == {"first": 0, "mean": 0, "last": 16, "text": 16}
+        drive.assert_all_ended_right()
+
+
+def test_a_mean_that_gave_way_is_computed_from_its_first_token_again() -> None:
+    """Its own blocks are in the cache by then, and are not taken."""
+    drive = a_drive(a_capacity(kv_blocks=8), tenants=TenantPolicy(), prefill_chunk_tokens=8)
+    drive.submit(a_request("mean", 24, pooling=Pooling.MEAN, priority=0), a_request("x", 1, max_tokens=1))
+    drive.step()
+    drive.submit(a_request("urgent", 16, priority=5, max_tokens=1))
+    drive.run()
+    assert drive.scheduler.preemptions_total == 1
+    starts = [c.start for step in drive.steps for c in step.chunks if c.sequence.id == "mean"]
+    assert starts.count(0) == 2
+    drive.assert_all_ended_right()
+
+
+def test_a_prompt_for_a_vector_may_fill_the_whole_context() -> None:
+    """Nothing follows it."""
+    drive = a_drive(a_capacity(max_model_tokens=32))
+    drive.submit(a_request("fits", 32, pooling=Pooling.LAST), a_request("not", 33, pooling=Pooling.LAST))
+    drive.run()
+    assert drive.ended == {"fits": FinishReason.STOP}
+    assert drive.rejected["not"].reason is RejectReason.TOO_LONG
+    assert drive.rejected["not"].message == "the prompt has 33 tokens; the model's limit is 32"
+
+
+def test_a_tenant_is_charged_for_the_prompt_of_a_vector_and_for_no_output() -> None:
+    drive = a_drive()
+    drive.submit(a_request("keeps the class", 4, max_tokens=50, tenant="x"), a_request("first", 3))
+    drive.step()
+    queue = drive.scheduler._roster.queue
+    before = queue.counter(0, "")
+    drive.abort("first")
+    drive.submit(a_request("v", 10, pooling=Pooling.MEAN))
+    drive.step()
+    assert queue.counter(0, "") - before == PROMPT_WEIGHT * 10
+
+
+def test_a_vector_that_is_missing_ends_its_request_with_an_error() -> None:
+    """A runner that forgets one fails that one and no other."""
+    drive = a_drive()
+    drive.submit(a_request("v", 5, pooling=Pooling.LAST), a_request("w", 5, max_tokens=1))
+    step = drive.plan()
+    assert step is not None
+    drive.note(drive.scheduler.commit(step, {"w": SampledToken(7)}, 1.0))
+    assert drive.ended == {"v": FinishReason.ERROR, "w": FinishReason.LENGTH}
+    assert "no vector" in drive.messages["v"]
 
 
 def test_a_failed_step_ends_its_sequences_and_only_those() -> None:

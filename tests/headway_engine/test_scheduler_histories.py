@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.protocol import BatchingMode, Capacity, Limits
-from headway_engine.sequence import Request
+from headway_engine.sequence import Pooling, Request
 from headway_engine.tenants import Fairness, Tenant, TenantPolicy
 from support.engine_builders import Drive, a_capacity, a_prompt, a_request, some_limits
 
@@ -44,7 +44,7 @@ def limits_below(draw: st.DrawFn, capacity: Capacity) -> Limits:
 
 @st.composite
 def requests(draw: st.DrawFn, number: int) -> Request:
-    """A request that may share its beginning with others; some end by a stop token."""
+    """A request that may share its beginning with others; some end by a stop token, some want a vector."""
     prompt = SHARED[: draw(st.sampled_from([0, 4, 9, 12]))] + a_prompt(
         draw(st.integers(1, 8)), seed=number % 5
     )
@@ -57,6 +57,7 @@ def requests(draw: st.DrawFn, number: int) -> Request:
         tenant=draw(st.sampled_from(["", "a", "b"])),
         priority=draw(st.sampled_from([0, 0, 0, 5, -5])),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
+        pooling=draw(st.sampled_from([None, None, None, Pooling.LAST, Pooling.MEAN])),
     )
 
 

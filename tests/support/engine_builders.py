@@ -11,9 +11,11 @@ import msgspec
 from headway_engine.protocol import Capacity, Limits, check_limits
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import (
+    NO_TOKEN,
     Event,
     Finished,
     FinishReason,
+    Pooling,
     Preempted,
     Rejected,
     Request,
@@ -23,6 +25,7 @@ from headway_engine.sequence import (
     Started,
     Step,
     TokenOut,
+    VectorOut,
 )
 from headway_engine.tenants import TenantPolicy
 
@@ -70,19 +73,22 @@ def a_request(
     tenant: str = "",
     priority: int = 0,
     cache_salt: str = "",
+    pooling: Pooling | None = None,
     **sampling: Any,
 ) -> Request:
-    """A request; an integer prompt means that many tokens, different for each id."""
+    """A request; an integer prompt means that many tokens, different for each id. With `pooling`, nothing is
+    generated."""
     if isinstance(prompt, int):
         prompt = a_prompt(prompt, seed=sum(map(ord, id)) % 1009)
     return Request(
         id=id,
         prompt=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        sampling=SamplingParams(max_tokens=0 if pooling else max_tokens, **sampling),
         arrival_s=arrival_s,
         tenant=tenant,
         priority=priority,
         cache_salt=cache_salt,
+        pooling=pooling,
     )
 
 
@@ -92,6 +98,11 @@ def next_token(tokens: Iterable[int]) -> int:
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
     return state % VOCABULARY
+
+
+def vector_of(tokens: Iterable[int]) -> bytes:
+    """The made-up vector of a prompt: every token is in it."""
+    return repr(list(tokens)).encode()
 
 
 def expected_output(request: Request, most_tokens: int) -> list[int]:
@@ -144,6 +155,8 @@ class Drive:
         self.ended: dict[str, FinishReason] = {}
         self.messages: dict[str, str] = {}
         self.steps: list[Step] = []
+        self.vectors: dict[str, bytes] = {}
+        self._summed: dict[str, int] = {}  # tokens of a mean, computed one after the other since the last 0
         self._cells: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def submit(self, *requests: Request) -> None:
@@ -186,6 +199,9 @@ class Drive:
         sampled = {
             c.sequence.id: SampledToken(next_token(c.sequence.tokens)) for c in step.chunks if c.samples
         }
+        for c in step.chunks:
+            if c.pools:
+                sampled[c.sequence.id] = SampledToken(NO_TOKEN, vector=vector_of(c.sequence.tokens))
         self.steps.append(step)
         self.note(self.scheduler.commit(step, sampled, self.now_s))
         self.scheduler.check()
@@ -230,6 +246,9 @@ class Drive:
                     assert event.id in self.started_s, f"a token of {event.id} before its start"
                     self.output[event.id].append(event.token)
                     self.token_s[event.id].append(self.now_s)
+                case VectorOut():
+                    assert event.id not in self.vectors, f"two vectors of {event.id}"
+                    self.vectors[event.id] = event.vector
                 case Finished():
                     self.ended[event.id] = event.reason
                     self.messages[event.id] = event.message
@@ -248,6 +267,9 @@ class Drive:
         most = min(self.capacity.max_model_tokens, self.capacity.kv_tokens)
         for id, request in self.requests.items():
             expected = expected_output(request, most)
+            if request.pooling:
+                done = self.ended[id] is FinishReason.STOP
+                assert self.vectors.get(id) == (vector_of(request.prompt) if done else None)
             if self.ended[id] in {FinishReason.STOP, FinishReason.LENGTH}:
                 assert self.output[id] == expected
             else:
@@ -276,7 +298,12 @@ class Drive:
             assert chunk.length > 0
             assert chunk.start == sequence.computed
             assert chunk.start + chunk.length <= min(len(sequence.tokens), len(table) * size)
-            assert chunk.samples == (chunk.start + chunk.length == len(sequence.tokens))
+            ends = chunk.start + chunk.length == len(sequence.tokens)
+            assert chunk.samples == (ends and sequence.request.sampling.max_tokens > 0)
+            assert chunk.pools == (ends and sequence.request.pooling is not None)
+            if sequence.request.pooling is Pooling.MEAN:
+                assert chunk.start in {0, self._summed.get(sequence.id)}, "part of the mean is missing"
+                self._summed[sequence.id] = chunk.start + chunk.length
             for i in range(chunk.start + chunk.length):
                 cell = (table[i // size], i % size)
                 prefix = tuple(sequence.tokens[: i + 1])
