@@ -27,7 +27,7 @@ def embeddings_of(folder: Path | None, wanted: str, dimensions: int) -> Embeddin
     it says nothing.
     """
     if not dimensions:
-        return NoEmbeddings("its hidden states cannot be read from outside")
+        return NoEmbeddings("its runner hands out no hidden states; with another --runner it may")
     parts = _list(folder, "modules.json")
     kinds = {str(part.get("type", "")).rsplit(".", 1)[-1] for part in parts if isinstance(part, dict)}
     if other := kinds - _HANDLED:

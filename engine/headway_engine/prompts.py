@@ -236,8 +236,10 @@ async def encode_inputs(call: EmbeddingsCall, serving: Serving) -> list[list[int
     """Token ids of each input; 400 for one that is too long or not of this model, and for too many in all."""
     tokeniser = serving.tokeniser
     chars = sum(len(one) for one in call.inputs if isinstance(one, str))
-    if chars > MAX_CALL_TOKENS * tokeniser.longest_token_chars:
-        raise _too_many(f"at least {chars // tokeniser.longest_token_chars}")
+    ids = sum(len(one) for one in call.inputs if not isinstance(one, str))
+    least = ids + chars // tokeniser.longest_token_chars
+    if least > MAX_CALL_TOKENS:  # told before any work is spent on them
+        raise _too_many(f"at least {least}")
     if chars <= INLINE_PROMPT_CHARS:
         inputs = [_encode_input(i, one, serving) for i, one in enumerate(call.inputs)]
     else:

@@ -288,6 +288,8 @@ def test_a_batch_larger_than_the_queue_is_answered(slow_engine):
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
         ({"input": "a", "max_tokens": 1}, 400, "max_tokens"),
         ({"input": ["a" * 1000] * 301}, 400, "input"),
+        ({"input": ["a" * 5_000_000]}, 400, "input"),
+        ({"input": [[5] * 1000] * 301}, 400, "input"),
     ],
 )
 def test_what_can_never_work_names_the_field(engine, body, status, param):
