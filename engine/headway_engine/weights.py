@@ -164,7 +164,7 @@ def _configuration(folder: Path) -> Mapping[str, Any]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelError(f"model: {index} is not an index of weights: {error!r}") from error
     files = [index.parent / name for name in names]
     missing = [file.name for file in files if not file.is_file()]

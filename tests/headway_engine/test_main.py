@@ -193,6 +193,19 @@ def test_a_stuck_core_turns_health_red_only_while_work_is_pending(tmp_path):
         assert engine.get("/healthz")[0] == 200
 
 
+def test_a_model_that_cannot_be_served_is_the_last_line_of_the_log(tmp_path):
+    """The end of the log is what a pod's status shows (terminationMessagePolicy FallbackToLogsOnError)."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    with engine_server(tmp_path, arguments=["--model", f"file://{folder}"], wait_ready=False) as engine:
+        assert engine.process.wait(120) == 1
+        last = engine.log().rstrip().splitlines()[-1]
+    assert "stopped" in last
+    assert "has none of model_type 't5'" in last
+    assert "Traceback" not in engine.log()
+
+
 def test_limits_and_objectives_come_from_files(tmp_path):
     """Limits are clamped to capacity with a line for each; objectives place the boundaries."""
     limits, objectives = tmp_path / "limits.json", tmp_path / "objectives.json"
