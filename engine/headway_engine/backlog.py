@@ -22,35 +22,68 @@ class _Share:
 _NOTHING = _Share()
 
 
+class _Ages:
+    """Sequences, and which of them arrived first."""
+
+    def __init__(self) -> None:
+        self._members: dict[RequestId, Sequence] = {}
+        self._heap: list[tuple[float, int, Sequence]] = []  # entries of those who left die late
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        self._members[sequence.id] = sequence
+        heapq.heappush(self._heap, (sequence.request.arrival_s, sequence.order, sequence))
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [entry for entry in self._heap if entry[2].id in self._members]
+            heapq.heapify(self._heap)
+
+    def remove(self, id: RequestId) -> bool:
+        return self._members.pop(id, None) is not None
+
+    def oldest(self) -> Sequence | None:
+        while self._heap and self._heap[0][2].id not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+
 class Backlog:
     """Counts of waiting requests, in total and by tenant, and their ages."""
 
     def __init__(self, policy: TenantPolicy | None = None) -> None:
         self._policy = policy or TenantPolicy()
         self.tokens = 0
-        self._members: dict[RequestId, Sequence] = {}
+        self._members = _Ages()
+        self._impatient = _Ages()  # those whose queue timeout counts
         self._shares: dict[str, _Share] = {}
-        self._by_arrival: list[tuple[float, int, Sequence]] = []  # a heap; entries of those who left die late
+        self._calls: dict[str, set[RequestId]] = {}  # who waits of each call that has several sequences
 
     @property
     def requests(self) -> int:
         return len(self._members)
 
-    def add(self, sequence: Sequence) -> None:
-        self._members[sequence.id] = sequence
+    def add(self, sequence: Sequence, *, begun: bool = False) -> None:
+        """One more waits. `begun`: others of its call run already, so it is not to time out."""
+        self._members.add(sequence)
+        if not begun:
+            self._impatient.add(sequence)
+        if call := sequence.request.call:
+            self._calls.setdefault(call, set()).add(sequence.id)
         self.tokens += sequence.prompt_len
         share = self._shares.setdefault(sequence.request.tenant, _Share())
         share.requests += 1
         share.tokens += sequence.prompt_len
-        heapq.heappush(self._by_arrival, (sequence.request.arrival_s, sequence.order, sequence))
-        if len(self._by_arrival) > 2 * len(self._members) + 64:
-            self._by_arrival = [entry for entry in self._by_arrival if entry[2].id in self._members]
-            heapq.heapify(self._by_arrival)
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a request that starts, or ends unserved. False when it was not here."""
-        if self._members.pop(sequence.id, None) is None:
+        if not self._members.remove(sequence.id):
             return False
+        self._impatient.remove(sequence.id)
+        if call := sequence.request.call:
+            self._calls[call].discard(sequence.id)
+            if not self._calls[call]:
+                del self._calls[call]
         self.tokens -= sequence.prompt_len
         share = self._shares[sequence.request.tenant]
         share.requests -= 1
@@ -61,10 +94,17 @@ class Backlog:
 
     def oldest(self) -> Sequence | None:
         """The request that arrived first."""
-        heap = self._by_arrival
-        while heap and heap[0][2].id not in self._members:
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        return self._members.oldest()
+
+    def next_to_expire(self) -> Sequence | None:
+        """The request whose queue timeout passes first."""
+        return self._impatient.oldest()
+
+    def begin(self, call: str) -> None:
+        """A sequence of this call runs: the others do not time out any more, for a refusal would come in the
+        middle of an answer, and what was computed of it would be for nothing."""
+        for id in self._calls.get(call, ()):
+            self._impatient.remove(id)
 
     def refusal(
         self, request: Request, limits: Limits, tenant: Tenant, prefill_tokens: int, free_slots: int

@@ -157,6 +157,11 @@ def too_long(count: str, limit: int, param: str) -> ApiError:
     )
 
 
+def new_call(sequences: int) -> str:
+    """What the sequences of one call have in common, for the core; nothing when there is only one."""
+    return secrets.token_hex(12) if sequences > 1 else ""
+
+
 def build(
     call: Call, prompts: list[list[int]], serving: Serving, *, tenant: str, arrival_s: float
 ) -> tuple[list[Request], list[Choice]]:
@@ -181,6 +186,7 @@ def build(
     ends = frozenset(() if call.ignore_eos else serving.ready.stop_token_ids) | frozenset(
         asked.stop_token_ids
     )
+    call_id = new_call(len(prompts) * call.n)
     requests, choices = [], []
     for number, prompt in enumerate(prompts):
         room = context - len(prompt)
@@ -203,6 +209,7 @@ def build(
                     arrival_s=arrival_s,
                     tenant=tenant,
                     priority=call.priority,
+                    call=call_id,
                     cache_salt=tenant,
                 )
             )
@@ -274,6 +281,7 @@ def build_pooled(
     call: EmbeddingsCall, inputs: list[list[int]], embeddings: Embeddings, *, tenant: str, arrival_s: float
 ) -> list[Request]:
     """One Request for every input."""
+    call_id = new_call(len(inputs))
     return [
         Request(
             id=secrets.token_hex(12),
@@ -282,6 +290,7 @@ def build_pooled(
             arrival_s=arrival_s,
             tenant=tenant,
             priority=call.priority,
+            call=call_id,
             cache_salt=tenant,
             pooling=embeddings.pooling,
         )

@@ -48,7 +48,9 @@ class Roster:
         self._joined += 1
         sequence.order = self._joined
         self.sequences[sequence.id] = sequence
-        self.backlog.add(sequence)
+        call = sequence.request.call
+        begun = bool(call) and any(other.request.call == call for other in self.running.values())
+        self.backlog.add(sequence, begun=begun)
         self.queue.push(sequence)
 
     def start(self, sequence: Sequence, hits: list[int], now_s: float) -> None:
@@ -58,6 +60,7 @@ class Roster:
         self.running[sequence.id] = sequence
         self.queue.admitted(sequence)
         self.patience.forget(sequence)
+        self.backlog.begin(sequence.request.call)
         if self.backlog.remove(sequence):
             sequence.first_scheduled_s = now_s
             sequence.cached_prompt_tokens = sequence.computed

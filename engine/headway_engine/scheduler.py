@@ -185,11 +185,12 @@ class Scheduler:
         return (self._finish(sequence, FinishReason.ERROR, message),) if sequence else ()
 
     def expire(self, now_s: float) -> tuple[Event, ...]:
-        """End requests that never ran and have waited the queue timeout (0: no timeout)."""
+        """End requests that never ran and have waited the queue timeout (0: no timeout). A call of several
+        sequences is refused whole or not at all: once one of them has run, the others wait."""
         timeout_s = self._limits.queue_timeout_ms / 1000
         events: list[Event] = []
         while timeout_s:
-            oldest = self._backlog.oldest()
+            oldest = self._backlog.next_to_expire()
             if oldest is None or now_s < oldest.request.arrival_s + timeout_s - CLOCK_GRAIN_S:
                 break
             message = f"waited longer than the queue timeout of {timeout_s:g} s"
@@ -222,10 +223,10 @@ class Scheduler:
         oldest = self._backlog.oldest()
         if oldest is None:
             return None
-        arrival_s = oldest.request.arrival_s
-        times = [self._leaves_at_s(arrival_s)]
-        if self._limits.queue_timeout_ms:
-            times.append(arrival_s + self._limits.queue_timeout_ms / 1000)
+        times = [self._leaves_at_s(oldest.request.arrival_s)]
+        expiring = self._backlog.next_to_expire()
+        if expiring is not None and self._limits.queue_timeout_ms:
+            times.append(expiring.request.arrival_s + self._limits.queue_timeout_ms / 1000)
         return max(0.0, min(times) - now_s)
 
     def commit(

@@ -52,6 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float  # time.monotonic() when the HTTP request arrived
     tenant: str = ""
     priority: int = 0  # higher is more urgent
+    call: str = ""  # the same for all sequences of one call; empty: it is the only one
     cache_salt: str = ""  # prefix-cache hits only inside one salt
     pooling: Pooling | None = None  # the prompt's vector is asked for, and no output (max_tokens is 0)
 

@@ -452,6 +452,36 @@ def test_waiting_too_long_is_a_timeout_but_never_for_what_has_run() -> None:
     assert "c" not in drive.started_s
 
 
+def test_a_call_that_has_begun_does_not_time_out_in_part() -> None:
+    """Four samples, room for one: the last waits three times the timeout, for its answer has begun."""
+    drive = a_drive(queue_timeout_ms=100, max_batch_sequences=1)
+    drive.submit(*(a_request(f"r{i}", 8, max_tokens=10, call="one") for i in range(4)))
+    drive.submit(a_request("other"))
+    drive.run()
+    assert drive.ended == {f"r{i}": FinishReason.LENGTH for i in range(4)} | {"other": FinishReason.TIMEOUT}
+    drive.assert_all_ended_right()
+
+
+def test_a_call_that_has_not_begun_times_out_whole() -> None:
+    drive = a_drive(queue_timeout_ms=100, max_batch_sequences=1)
+    drive.submit(a_request("long", max_tokens=50))
+    drive.step()
+    drive.submit(*(a_request(f"r{i}", call="one") for i in range(3)))
+    drive.run()
+    timed_out = {id for id, reason in drive.ended.items() if reason is FinishReason.TIMEOUT}
+    assert timed_out == {"r0", "r1", "r2"}
+
+
+def test_a_sibling_that_comes_after_the_first_has_begun_waits_for_it() -> None:
+    """The front end hands sequences over one by one, and a step may begin in between."""
+    drive = a_drive(queue_timeout_ms=100, max_batch_sequences=1)
+    drive.submit(a_request("first", max_tokens=30, call="one"))
+    drive.step()
+    drive.submit(a_request("second", call="one"))
+    drive.run()
+    assert drive.ended == {"first": FinishReason.LENGTH, "second": FinishReason.LENGTH}
+
+
 def test_a_timeout_of_zero_is_none() -> None:
     drive = a_drive(queue_timeout_ms=0, max_batch_sequences=1)
     drive.submit(a_request("a"), a_request("b"))

@@ -56,6 +56,7 @@ def requests(draw: st.DrawFn, number: int) -> Request:
         stop_token_ids=draw(st.sampled_from([(), (), (3, 50), tuple(range(20))])),
         tenant=draw(st.sampled_from(["", "a", "b"])),
         priority=draw(st.sampled_from([0, 0, 0, 5, -5])),
+        call=draw(st.sampled_from(["", "", "x", "y"])),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
         pooling=draw(st.sampled_from([None, None, None, Pooling.LAST, Pooling.MEAN])),
     )

@@ -24,9 +24,6 @@ LONGEST_STALL_S = 90.0
 SMALL_WINDOW_BYTES = 4096
 """Receive buffer of clients that do not read: the smaller, the sooner the engine feels it."""
 
-TIMED_OUT = "stream, one choice timed out"
-"""Of several choices one never started within the queue timeout, and others had begun."""
-
 FINISH_REASONS = {"stop", "length"}
 
 
@@ -107,8 +104,6 @@ def judged(ask: Ask, status: int, body: bytes) -> Outcome:
         return Outcome(word)
     if status != 200:
         return Outcome(word, f"{status} {body[:300]!r} to {_short(ask)}")
-    if ask.stream and b'"code":"queue_timeout"' in body.rsplit(b"data: ", 1)[-1] and ask.sequences > 1:
-        return Outcome(TIMED_OUT)
     try:
         wrong = _wrong_stream(ask, body) if ask.stream else _wrong_answer(ask, json.loads(body))
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -72,6 +72,7 @@ def a_request(
     arrival_s: float = 0.0,
     tenant: str = "",
     priority: int = 0,
+    call: str = "",
     cache_salt: str = "",
     pooling: Pooling | None = None,
     **sampling: Any,
@@ -87,6 +88,7 @@ def a_request(
         arrival_s=arrival_s,
         tenant=tenant,
         priority=priority,
+        call=call,
         cache_salt=cache_salt,
         pooling=pooling,
     )
@@ -250,8 +252,15 @@ class Drive:
                     assert event.id not in self.vectors, f"two vectors of {event.id}"
                     self.vectors[event.id] = event.vector
                 case Finished():
+                    if event.reason is FinishReason.TIMEOUT:
+                        self._assert_nobody_of_its_call_runs(event.id)
                     self.ended[event.id] = event.reason
                     self.messages[event.id] = event.message
+
+    def _assert_nobody_of_its_call_runs(self, id: str) -> None:
+        call = self.requests[id].call
+        siblings = {other.id for other in self.requests.values() if call and other.call == call}
+        assert not siblings & self.scheduler._roster.running.keys(), f"{id} of {call} was refused in part"
 
     def ttft_s(self, id: str) -> float:
         return self.token_s[id][0] - self.requests[id].arrival_s
@@ -285,6 +294,8 @@ class Drive:
             roster.queue._home,
             roster.queue._place,
             roster.backlog._members,
+            roster.backlog._impatient,
+            roster.backlog._calls,
             roster.backlog._shares,
             roster.patience._passed,
         )

@@ -28,7 +28,7 @@ from headway_engine.protocol import (
     Metric,
 )
 from headway_engine.protocol import Outcome as Ending
-from support.client import TIMED_OUT, Outcome, send
+from support.client import Outcome, send
 from support.engine_server import Engine, resident_bytes, samples_of
 from support.traffic import MODEL_NAME, Law
 
@@ -224,7 +224,7 @@ class _Soak:
         f.rests += 1
         counted = {ending: f.samples[f'{Metric.OUTCOME}{{outcome="{ending}"}}'] for ending in Ending}
         whole = sum(f.sequences[word] for word in ("200", "paused, read whole", "stalled, read whole"))
-        unsure = sum(f.sequences[word] for word in ("left", "cut off", TIMED_OUT))
+        unsure = sum(f.sequences[word] for word in ("left", "cut off"))
         if (
             not whole
             <= counted[Ending.FINISHED]
