@@ -102,6 +102,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     from headway_engine import embedding_config, model, runner
     from headway_engine.scheduler import Scheduler
 
+    logs.adopt("torch", "transformers")
     progress(f"resolving {settings.model}")
     source = model.resolve(settings.model, settings.revision, model.default_cache_dir(), progress)
     loaded = model.load(

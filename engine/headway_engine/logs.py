@@ -18,6 +18,8 @@ from types import MappingProxyType
 FORMAT_ENV = "HEADWAY_LOG_FORMAT"
 CHATTY = ("uvicorn", "uvicorn.error", "httpx", "asyncio", "urllib3")
 """Loggers of libraries that tell of every request."""
+FOR_DEVELOPERS = "torch.utils._pytree"
+"""Tells the authors of other libraries, at each start, what will change in torch."""
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _NOT_SHOWN = frozenset(("color_message", "settings", "k8s_skip"))
@@ -72,6 +74,16 @@ def configure(level: str, format: LogFormat = LogFormat.TEXT) -> None:
     root.setLevel(level.upper())
     for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger(FOR_DEVELOPERS).setLevel(logging.ERROR)
+    logging.captureWarnings(True)
+
+
+def adopt(*names: str) -> None:
+    """Have libraries that brought handlers of their own write through ours. For when they are loaded."""
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 class LineFormatter(logging.Formatter):

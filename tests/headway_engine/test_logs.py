@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import sys
+import warnings
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,7 @@ def as_before():
     kept = logging.getLogger().handlers[:]
     levels = {name: logging.getLogger(name).level for name in ("", *logs.CHATTY)}
     yield
+    logging.captureWarnings(False)
     logging.getLogger().handlers[:] = kept
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -148,3 +150,22 @@ def test_every_logger_writes_through_the_one_handler(as_before, capsys, format):
         assert [s["logger"] for s in said] == ["uvicorn.error", "elsewhere"]
     else:
         assert lines[0].endswith("Z warning uvicorn.error Invalid HTTP request received.")
+
+
+def test_libraries_with_handlers_of_their_own_write_through_ours(as_before, capsys):
+    """torch and transformers bring theirs; and Python's warnings are lines too."""
+    own = logging.getLogger("headway.test.library")
+    own.addHandler(logging.StreamHandler())
+    own.propagate = False
+    logs.configure("info", LogFormat.JSON)
+    logs.adopt("headway.test.library")
+    own.warning("one\nline")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(False)
+        logging.captureWarnings(True)  # inside pytest's own catching of warnings
+        warnings.warn("old ways", stacklevel=1)
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (first["logger"], first["message"]) == ("headway.test.library", "one\nline")
+    assert second["logger"] == "py.warnings"
+    assert "old ways" in second["message"]
