@@ -22,12 +22,14 @@ from headway_engine.lean import choice
 from headway_engine.lean.batches import batch_of
 from headway_engine.lean.graphs import CudaRecorder
 from headway_engine.lean.kernels import PagedKernel
+from headway_engine.lean.picker import DevicePicker
 from headway_engine.lean.runner import LeanRunner
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.pooling import base_of
 from headway_engine.protocol import Capacity
+from headway_engine.sampling import Picker
 from headway_engine.sequence import Chunk
 from headway_engine.stepping import (
     CHECK_PROMPT,
@@ -59,7 +61,10 @@ class TransformersRunner(StepRunner):
     ) -> None:
         """Attention is that of a `library` for the CPU or a `kernel` for an accelerator, or else torch's."""
         register()
-        super().__init__(model, capacity, KernelPicker(library, threads) if library else None)
+        picker: Picker | None = KernelPicker(library, threads) if library else None
+        if model.device.type != "cpu":
+            picker = DevicePicker()
+        super().__init__(model, capacity, picker)
         self._library = native.declare(library) if library else None
         self._threads = threads
         self._kernel = kernel

@@ -170,7 +170,7 @@ def test_auto_takes_the_lean_path_with_graphs(caplog: pytest.LogCaptureFixture) 
         runner = build_runner(tiny_models.engine_config(runner="auto", kv_block_tokens=16), model, capacity)
     assert runner.name.startswith("lean, ")
     assert not runner.name.endswith(" 0 decode graphs")
-    assert any(line.startswith("attention: ") for line in caplog.messages)
+    assert any(line.startswith("attention kernel=") for line in caplog.messages)
     s = tiny_models.sequence("a", range(10, 30), range(6), logprobs=3, temperature=0.8, top_p=0.9)
     for length in (20, 1, 1):
         out = tiny_models.advance(runner, (s, length))["a"]

@@ -97,13 +97,13 @@ def test_one_line_says_which_and_what_spoke_against_the_others(caplog: pytest.Lo
     with caplog.at_level(logging.INFO, logger="headway_engine"):
         pick(needs(dtype=torch.float32, compute_capability=(8, 0)), CPU, importer=importer(TRITON))
     (line,) = caplog.messages
-    assert line.startswith("attention: triton (flash-attn-3: no kernel for float32; flash-attn-2: ")
+    assert line.startswith('attention kernel=triton passed_over="flash-attn-3: no kernel for float32; flash-')
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="headway_engine"):
         pick(needs(), CPU, importer=importer())
     (line,) = caplog.messages
-    assert line.startswith("attention: torch, contexts are copied (flash-attn-3: not installed;")
-    assert line.endswith("triton: not installed)")
+    assert line.startswith('attention kernel=torch passed_over="flash-attn-3: not installed;')
+    assert line.endswith('triton: not installed"')
 
 
 def test_a_library_that_breaks_or_answers_wrongly_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,7 +134,7 @@ def test_a_library_that_breaks_or_answers_wrongly_is_passed_over(caplog: pytest.
     with caplog.at_level(logging.INFO, logger="headway_engine"):
         assert pick(needs(), CPU, candidates=candidates) is not None
     (line,) = caplog.messages
-    assert line.startswith("attention: good (broken: OSError: undefined symbol")
+    assert line.startswith('attention kernel=good passed_over="broken: OSError: undefined symbol')
     assert "foreign: failed on this device: RuntimeError: no kernel image" in line
     assert "forty lines" not in line
     assert "wrong: its answers differ from torch's by" in line

@@ -165,8 +165,8 @@ def test_recording_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) ->
             EagerRecorder(), buckets(8, 6, by_width=False), limit_s=10.0, clock=lambda: float(next(times))
         )
     assert steps.recorded == 2
-    assert "decode graphs: 1 of 4 recorded" in caplog.text
-    assert "decode graphs: 2 of 4 recorded in 10 s, the rest is left" in caplog.text
+    assert "recording-decode-graphs recorded=1 of=4" in caplog.text
+    assert 'decode-graphs recorded=2 of=4 seconds=16.0 why="not more than 10 s' in caplog.text
     assert steps.replay([(5, 0, [1])] * 8) is not None
 
 
@@ -191,4 +191,5 @@ def test_recording_that_fails_leaves_what_was_recorded(
     with caplog.at_level(logging.WARNING, logger="headway_engine"):
         steps.record(Failing(), buckets(8, 6, by_width=False))
     assert steps.recorded == 1
-    assert "1 of 4 recorded, then RuntimeError: operation not permitted" in caplog.text
+    assert "decode-graphs recorded=1 of=4" in caplog.text
+    assert "RuntimeError: operation not permitted" in caplog.text

@@ -181,5 +181,5 @@ def test_recording_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """How many sizes, and how long it took."""
     with caplog.at_level(logging.INFO, logger="headway_engine"):
         runner = LeanRunner(tiny_models.fresh("llama"), SMALL, None, EagerRecorder())
-    assert "decode graphs: 8 recorded in" in caplog.text
+    assert "decode-graphs recorded=8 of=8 seconds=" in caplog.text
     assert runner.name == "lean, torch attention, 8 decode graphs"

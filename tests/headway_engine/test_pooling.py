@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 
 from headway_engine.fused import build
 from headway_engine.fused.llama import FusedRunner
+from headway_engine.lean.graphs import EagerRecorder
+from headway_engine.lean.kernels import GatherKernel
+from headway_engine.lean.runner import LeanRunner
 from headway_engine.pooling import Pooler, base_of, hidden_rows
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.runner import Runner, TransformersRunner
@@ -39,6 +42,7 @@ RUNNERS = {
     "padded": ("llama", "qwen2", "gpt2"),
     "kernel": ("llama", "gpt2"),
     "fused": ("llama", "qwen2", "llama-wide"),
+    "lean": ("llama",),
 }
 KINDS = [(kind, architecture) for kind, names in RUNNERS.items() for architecture in names]
 
@@ -63,6 +67,8 @@ def runner_of(kind: str, architecture: str) -> Runner:
     model = tiny_models.fresh(architecture)
     if kind == "padded":
         return TransformersRunner(model, capacity())
+    if kind == "lean":
+        return LeanRunner(model, capacity(), GatherKernel(), EagerRecorder())
     library = build.kernels()
     if library is None:
         pytest.skip("no C++ compiler here")

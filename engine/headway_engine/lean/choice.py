@@ -18,6 +18,7 @@ from headway_engine.attention import LayerShape
 from headway_engine.config import ATTENTIONS
 from headway_engine.lean.installed import FlashAttention2, FlashAttention3, TorchVarlen
 from headway_engine.lean.kernels import Decodes, GatherKernel, PagedKernel, Prefills
+from headway_engine.logs import fields
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +155,12 @@ def pick(
         if reason is None:
             kernel, reason = _tried(candidate, needs, device, importer)
             if kernel is not None:
-                log.info("attention: %s (%s)", candidate.name, "; ".join(against) or "first choice")
+                log.info(fields("attention", kernel=candidate.name, passed_over="; ".join(against) or None))
                 return kernel
         against.append(f"{candidate.name}: {reason}")
     if asked not in ("auto", "torch"):
         raise ValueError(against[0] if against else f"{asked}: unknown; one of {', '.join(ATTENTIONS)}")
-    log.info("attention: torch, contexts are copied (%s)", "; ".join(against) or "asked for")
+    log.info(fields("attention", kernel="torch", passed_over="; ".join(against) or None))
     return None
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from headway_engine.lean.kernels import Decodes
+from headway_engine.logs import fields
 
 log = logging.getLogger(__name__)
 
@@ -233,32 +234,32 @@ class DecodeGraphs:
         what is there is used, and the rest computed without."""
         sizes = list(wanted)
         began_s = said_s = clock()
+        why: str | None = None
         for bucket in sizes:
             now_s = clock()
             if now_s - began_s > limit_s:
-                log.warning(
-                    "decode graphs: %d of %d recorded in %.0f s, the rest is left",
-                    self.recorded,
-                    len(sizes),
-                    limit_s,
-                )
-                return
+                why = f"not more than {limit_s:g} s are given to it"
+                break
             if now_s - said_s > _SAY_EVERY_S:
-                log.info("decode graphs: %d of %d recorded", self.recorded, len(sizes))
+                log.info(fields("recording-decode-graphs", recorded=self.recorded, of=len(sizes)))
                 said_s = now_s
             try:
                 self._inputs.fill([], bucket, self._whole_width)
                 self._recorded[bucket] = recorder.record(self._work(bucket))
             except (RuntimeError, torch.OutOfMemoryError) as error:
-                log.warning(
-                    "decode graphs: %d of %d recorded, then %s: %s",
-                    self.recorded,
-                    len(sizes),
-                    type(error).__name__,
-                    error,
-                )
-                return
-        log.info("decode graphs: %d recorded in %.1f s", self.recorded, clock() - began_s)
+                first, *_ = str(error).splitlines() or [""]
+                why = f"{type(error).__name__}: {first[:200]}"
+                break
+        log.log(
+            logging.WARNING if why else logging.INFO,
+            fields(
+                "decode-graphs",
+                recorded=self.recorded,
+                of=len(sizes),
+                seconds=round(clock() - began_s, 1),
+                why=why,
+            ),
+        )
 
     def replay(self, rows: Seq[tuple[int, int, Seq[int]]]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of decodes (token, position, block table), valid until the next replay;

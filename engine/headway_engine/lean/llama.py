@@ -55,6 +55,11 @@ class LeanLlama:
         """Rows of the embedding: token ids are below it."""
         return int(self._embedding.shape[0])
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of a hidden state."""
+        return int(self._embedding.shape[1])
+
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """Last hidden states, normed: [tokens, hidden], from ids [tokens] and positions [tokens]."""
         cosines = self._cosines[positions][:, None, :]

@@ -15,6 +15,7 @@ from headway_engine.lean.batches import batch_of
 from headway_engine.lean.graphs import Bucket, DecodeGraphs, DecodeInputs, DecodeRows, Recorder, buckets
 from headway_engine.lean.kernels import GatherKernel, KernelBatch, PagedKernel, send
 from headway_engine.lean.llama import LeanLlama
+from headway_engine.lean.picker import DevicePicker
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
@@ -39,7 +40,8 @@ class LeanRunner(StepRunner):
         """Without a `kernel`, torch's own attention is used; without a `recorder`, nothing is recorded.
         `sizes` are what is recorded, if not all that the capacity allows."""
         # One block more, which nobody owns: padding rows of graphs write to it.
-        super().__init__(model, msgspec.structs.replace(capacity, kv_blocks=capacity.kv_blocks + 1))
+        roomy = msgspec.structs.replace(capacity, kv_blocks=capacity.kv_blocks + 1)
+        super().__init__(model, roomy, DevicePicker())
         plain = plain_logits(model, capacity)
         self._kernel = kernel
         self._graphs: DecodeGraphs | None = None
@@ -58,6 +60,15 @@ class LeanRunner(StepRunner):
         """Sizes of decode steps that were recorded."""
         return self._graphs.recorded if self._graphs else 0
 
+    @property
+    def embedding_size(self) -> int:
+        """See Runner."""
+        return self._llama.hidden_size
+
+    def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self._hidden(chunks)
+        return self._llama.logits(_pick(hidden, logit_rows(chunks))), _pick(hidden, rows)
+
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         rows = logit_rows(chunks)
         tokens = sum(chunk.length for chunk in chunks)
@@ -66,9 +77,7 @@ class LeanRunner(StepRunner):
             if logits is not None:
                 return logits if len(rows) == tokens else logits[rows]
         hidden = self._hidden(chunks)
-        if len(rows) < tokens:
-            hidden = hidden[send([np.array(rows)], hidden.device)[0].long()]
-        return self._llama.logits(hidden)
+        return self._llama.logits(hidden if len(rows) == tokens else _pick(hidden, rows))
 
     def _hidden(self, chunks: list[Chunk]) -> torch.Tensor:
         """Last hidden states, normed, of every row of the step: [tokens, hidden]."""
@@ -117,3 +126,7 @@ class LeanRunner(StepRunner):
             )
         graphs.record(recorder, sizes)
         return graphs
+
+
+def _pick(hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return hidden[send([np.array(rows, dtype=np.int32)], hidden.device)[0].long()]
