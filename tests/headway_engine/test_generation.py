@@ -1,6 +1,8 @@
 """One answer in the making: text, counts, finish reasons and log-probabilities of a choice."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway_engine.generation import Choice, Usage, usage
 from headway_engine.sequence import Finished, FinishReason, PromptOut, Started, TokenLogprob, TokenOut
@@ -241,3 +243,37 @@ def test_the_token_that_ends_a_scored_answer_has_an_entry():
     assert [i.raw for i in infos] == [b"a", b"b", bytes([EOS])]
     assert infos[-1].offset == 2
     assert text_of(deltas) == "ab"
+
+
+WORDS = (
+    b" a",
+    b" bc",
+    b"d",
+    b" ",
+    b"\n",
+    "\u20ac".encode(),
+    " \u4e16".encode(),
+    "é".encode()[:1],
+    "é".encode()[1:],
+)
+
+
+def stripping(ids):
+    """As SentencePiece decodes: the space before the first word is not shown."""
+    return b"".join(WORDS[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
+
+
+@given(st.lists(st.sampled_from([(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7, 8)]), min_size=1, max_size=40))
+def test_a_scored_prompts_text_is_the_prompt_whatever_the_tokenizer_does_with_spaces(words):
+    """Offsets count in the echoed text; a token begins where its text does, a character's second half where
+    the character does."""
+    prompt = [id for word in words for id in word]
+    c = Choice(0, prompt, stripping, lambda id: (stripping([id]), WORDS[id]), scored=True)
+    c.push(PromptOut("r", tuple(TokenLogprob(-1.0) for _ in prompt[1:])))
+    c.push(Finished("r", FinishReason.LENGTH))
+    delta = c.take()
+    assert delta.text == stripping(prompt)
+    assert len(delta.logprobs) == len(prompt)
+    for place, info in enumerate(delta.logprobs):
+        before = b"".join(WORDS[id] for id in prompt[:place]).decode("utf-8", "ignore").removeprefix(" ")
+        assert info.offset == len(before)
