@@ -46,7 +46,7 @@ class Operation:
     examples: Mapping[str, Any] = field(default_factory=dict)  # name → a body
     path_parameters: Mapping[str, str] = field(default_factory=dict)  # name → what it says
     answers: Mapping[int, Answer]
-    open: bool = False  # needs no key
+    open: bool = False  # needs no key, and does not look who asks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,7 @@ def _operation(port: Port, operation: Operation, schemas: _Schemas) -> dict[str,
     parameters += [
         {"name": name, "in": "header", "required": False, **parameter}
         for name, parameter in port.request_headers.items()
+        if not operation.open
     ]
     if parameters:
         out["parameters"] = parameters

@@ -77,6 +77,7 @@ def test_keys_headers_and_texts():
     ]
     assert set(asked["responses"]["200"]["headers"]) == {"X-Id"}
     text = {200: Answer(description="yes", media_type="text/plain")}
-    _, open_ = described(operation(open=True, answers=text))
+    _, open_ = described(operation(open=True, answers=text), common)
     assert open_["security"] == []
+    assert "parameters" not in open_
     assert open_["responses"]["200"]["content"] == {"text/plain": {"schema": {"type": "string"}}}
