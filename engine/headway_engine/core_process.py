@@ -131,6 +131,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         tokenizer_dir=str(loaded.tokenizer_dir),
         stop_token_ids=loaded.eos_token_ids,
         grammars=built.follows_grammars,
+        sampling_defaults=dict(loaded.sampling_defaults),
         vocab_size=int(getattr(loaded.config.get_text_config(), "vocab_size", 0)),
         embeddings=embeddings,
     )

@@ -80,6 +80,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids
     vocab_size: int = 0  # token ids that the model has weights for; 0: as many as the tokenizer knows
     grammars: bool = True  # requests may have a grammar
+    sampling_defaults: dict[str, float] = {}  # the model's own, for what a client leaves open
     embeddings: Embeddings | NoEmbeddings = NoEmbeddings()
 
 

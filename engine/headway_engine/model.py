@@ -4,8 +4,8 @@ Puts together where weights come from (`model_source`, `weights`) and what can b
 `listening`); knows nothing of caches of keys and values, batches or queues.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class LoadedModel:
     max_model_tokens: int
     description: str  # "LlamaForCausalLM, 134.5 M parameters"
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
 
     @property
     def weight_bytes(self) -> int:
@@ -106,6 +107,7 @@ def load(
         max_model_tokens=max_model_tokens,
         description=f"{type(module).__name__}, {millions:.1f} M parameters",
         eos_token_ids=_eos_token_ids(module),
+        sampling_defaults=_sampling_defaults(module),
     )
 
 
@@ -132,6 +134,24 @@ def _eos_token_ids(module: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
+
+
+def _sampling_defaults(module: Any) -> dict[str, float]:
+    """What the model's authors recommend for requests that say nothing; what makes no sense is left out."""
+    generation = getattr(module, "generation_config", None)
+    said = generation.to_diff_dict() if generation is not None else {}
+    sensible: dict[str, Callable[[float], bool]] = {
+        "temperature": lambda v: 0 <= v <= 2,
+        "top_p": lambda v: 0 < v <= 1,
+        "top_k": lambda v: v >= 0 and v == int(v),
+        "min_p": lambda v: 0 <= v <= 1,
+        "repetition_penalty": lambda v: 0 < v <= 100,
+    }
+    return {
+        name: float(value)
+        for name, makes_sense in sensible.items()
+        if isinstance(value := said.get(name), int | float) and makes_sense(value)
+    }
 
 
 def _random_model(shape: RandomShape, dtype: torch.dtype) -> Any:

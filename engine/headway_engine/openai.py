@@ -30,6 +30,8 @@ MAX_SCORES = 1 << 19
 """Bounds of what one request may cost everybody else, in the front end or in a step."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions. Chats run to the context's end when nothing is said."""
+MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters of sampling for which a model may have its own default (generation_config.json)."""
 _SEED_SPACE = 1 << 63
 
 
@@ -189,6 +191,7 @@ class Call:
     kind: Kind
     model: str
     sampling: SamplingParams  # max_tokens as asked for (0: not said); no end-of-sequence ids yet
+    unsaid: tuple[str, ...] = ()  # of MODEL_DEFAULTED, what the client left open
     grammar_field: str = ""  # what asked for the grammar of `sampling`
     tools: Tools | None = None
     prompts: tuple[Prompt, ...] = ()
@@ -328,6 +331,7 @@ def _call(
         kind=kind,
         model=b.model,
         sampling=sampling,
+        unsaid=tuple(name for name in MODEL_DEFAULTED if getattr(b, name) is None),
         grammar_field=grammar_field,
         tools=offered,
         prompts=prompts,

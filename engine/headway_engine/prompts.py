@@ -168,7 +168,7 @@ def build(
     """One Request and one Choice for every prompt and sample. Raises 400 for what the model cannot do."""
     context = serving.ready.capacity.max_model_tokens
     tokeniser = serving.tokeniser
-    asked = call.sampling
+    asked = with_defaults(call, serving.ready)
     if asked.max_tokens > context:
         name = call.max_tokens_field
         raise bad_request(
@@ -296,6 +296,16 @@ def build_pooled(
         )
         for ids in inputs
     ]
+
+
+def with_defaults(call: Call, ready: Ready) -> SamplingParams:
+    """What the client asked for, and what the model's authors recommend where it said nothing."""
+    defaults = {
+        name: ready.sampling_defaults[name] for name in call.unsaid if name in ready.sampling_defaults
+    }
+    if "top_k" in defaults:
+        defaults["top_k"] = int(defaults["top_k"])
+    return msgspec.structs.replace(call.sampling, **defaults)
 
 
 def _reader(call: Call) -> ToolCallReader | None:

@@ -1,5 +1,6 @@
 """Models: what a URI becomes, what is refused and in which words, and the real SmolLM2 out of its package."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,19 @@ def test_the_packaged_model_loads_and_stops_where_it_should() -> None:
     ]
     assert "Paris" in tokenizer.decode(answer)
     assert int(answer[-1]) in model.eos_token_ids
+
+
+def test_the_generation_configuration_is_honoured(tmp_path: Path) -> None:
+    """Every end of a text, and the authors' defaults of sampling; nonsense is left out."""
+    tiny_models.plain("llama").save_pretrained(tmp_path)
+    recommended = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 7}
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 9], "do_sample": True, **recommended})
+    )
+    model = load_folder(tmp_path)
+    assert model.eos_token_ids == (7, 9)
+    del recommended["min_p"]
+    assert model.sampling_defaults == recommended
+    (tmp_path / "generation_config.json").unlink()
+    assert load_folder(tmp_path).sampling_defaults == {}
+    assert load_folder(tmp_path).eos_token_ids == (2,)
