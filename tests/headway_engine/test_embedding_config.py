@@ -1,14 +1,17 @@
 """What a model's folder says of its embeddings."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway_engine.core_process import load_model
 from headway_engine.embedding_config import embeddings_of
 from headway_engine.messages import Embeddings, NoEmbeddings
 from headway_engine.sequence import Pooling
+from support import tiny_models
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
@@ -104,3 +107,19 @@ def test_only_a_model_that_says_so_has_vectors_that_may_be_cut(tmp_path: Path) -
     free = embeddings_of(tmp_path, "auto", 64)
     assert isinstance(free, Embeddings)
     assert (free.cuts, free.any_cut) == ((), True)
+
+
+@pytest.mark.parametrize(
+    ("runner", "option", "pooling"),
+    [("transformers", "auto", Pooling.MEAN), ("auto", "auto", Pooling.MEAN), ("auto", "last", Pooling.LAST)],
+)
+def test_a_loaded_core_says_how_it_pools(tmp_path: Path, runner: str, option: str, pooling: Pooling) -> None:
+    """The whole way from a folder, and from the option, to what the front end hears."""
+    model: Any = tiny_models.fresh("llama")
+    model.module.save_pretrained(tmp_path)
+    assert model.tokenizer_dir is not None
+    shutil.copytree(model.tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    place = folder(tmp_path, pooling={"pooling_mode_mean_tokens": True})
+    settings = tiny_models.engine_config(model=place.as_uri(), runner=runner, pooling=option, dtype="float32")
+    core = load_model(settings, lambda _: None)
+    assert core.ready.embeddings == Embeddings(pooling=pooling, dimensions=32)
