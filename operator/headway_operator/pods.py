@@ -1,5 +1,7 @@
 """Where the engines of a resource are: its pods, as the fleet wants to know them."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +41,9 @@ def pod_ref(body: Manifest) -> PodRef | None:
     )
 
 
+LAST_WORDS = 500
+"""Characters of a container's last words that a condition has room for."""
+
 _NO_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _NO_START = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
@@ -54,25 +59,48 @@ def trouble(body: Manifest) -> str:
             return f"pod {name} fits on no node: {condition.get('message') or 'Unschedulable'}"
     for key in ("initContainerStatuses", "containerStatuses"):
         for container in found.get(key) or []:
-            if words := _container_trouble(container):
-                return f"pod {name}: container {container.get('name')} {words.format(pod=name)}"
+            if words := _container_trouble(container, name):
+                return f"pod {name}: container {container.get('name')} {words}"
     return ""
 
 
-def _container_trouble(container: Mapping[str, Any]) -> str:
+def _container_trouble(container: Mapping[str, Any], pod: str) -> str:
     state, last = container.get("state") or {}, container.get("lastState") or {}
     waiting: Mapping[str, Any] = state.get("waiting") or {}
     reason = waiting.get("reason") or ""
     if reason in _NO_IMAGE:
         return f"has no image: {container.get('image')} cannot be pulled"
     if reason in _NO_START:
-        return f"cannot be started: {waiting.get('message') or reason}".replace("{", "{{").replace("}", "}}")
+        return f"cannot be started: {waiting.get('message') or reason}"
     ended: Mapping[str, Any] | None = state.get("terminated") or last.get("terminated")
     if container.get("ready") or not container.get("restartCount") or not ended:
         return ""
     why = ended.get("reason") or "Error"
     said = "" if why in ("Error", "Completed") else f" ({why})"
-    return (
-        f"ended with exit status {ended.get('exitCode')}{said} and is started again; "
-        "`kubectl logs {pod} --previous` says why"
-    )
+    words = f"ended with exit status {ended.get('exitCode')}{said} and is started again"
+    if last := last_words(ended.get("message") or ""):
+        return f"{words}: {last}"
+    return f"{words}; `kubectl logs {pod} --previous` says why"
+
+
+_REASON = re.compile(r' reason=("(?:[^"\\]|\\.)*"|\S+)$')
+_RAISED = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+$")
+
+
+def last_words(message: str) -> str:
+    """Why a container ended, from the end of its log as the kubelet keeps it; empty where that says nothing.
+
+    Our engine's last line carries a `reason`, as text or as JSON; other engines end in Python's own words.
+    Nothing else is taken: a line with times or counts in it would change the status at every restart.
+    """
+    line = next((line for line in reversed(message.splitlines()) if line.strip()), "").strip()
+    try:
+        if line.startswith("{"):
+            return str(json.loads(line).get("reason", ""))[:LAST_WORDS]
+        if found := _REASON.search(line):
+            word = found[1]
+            return str(json.loads(word) if word.startswith('"') else word)[:LAST_WORDS]
+    except ValueError:
+        return ""  # cut off, or somebody else's form
+    raised = _RAISED.search(line)
+    return raised[0][:LAST_WORDS] if raised else ""

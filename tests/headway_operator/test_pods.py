@@ -6,7 +6,7 @@ import pytest
 
 from headway_engine.protocol import MANAGEMENT_PORT
 from headway_operator.fleet import PodRef
-from headway_operator.pods import pod_ref, pods_of, trouble
+from headway_operator.pods import last_words, pod_ref, pods_of, trouble
 from support.fake_cluster import FakeCluster
 from support.resources import a_resource
 
@@ -83,8 +83,8 @@ def a_container(ready: bool = False, **values: Any) -> dict[str, Any]:
     return {"name": "engine", "image": "engine:1", "ready": ready, "restartCount": 0, "state": {}} | values
 
 
-def ended(code: int, reason: str = "Error") -> dict[str, Any]:
-    return {"terminated": {"exitCode": code, "reason": reason}}
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message}}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,10 @@ def ended(code: int, reason: str = "Error") -> dict[str, Any]:
                 restartCount=2, lastState=ended(1), state={"waiting": {"reason": "CrashLoopBackOff"}}
             ),
             "`kubectl logs chat-1 --previous` says why",
+        ),
+        (
+            a_container(restartCount=2, lastState=ended(1, message="a line\nValueError: no {such} model\n")),
+            "started again: ValueError: no {such} model",
         ),
         (a_container(state={"waiting": {"reason": "ErrImagePull"}}), "engine:1 cannot be pulled"),
         (a_container(state={"waiting": {"reason": "ImagePullBackOff"}}), "engine:1 cannot be pulled"),
@@ -142,3 +146,27 @@ def test_a_pod_that_fits_on_no_node_is_told_of_and_never_asked() -> None:
     assert found is not None
     assert (found.ready, found.address) == (False, "")
     assert found.trouble == "pod chat-1 fits on no node: no GPU left"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("", ""),
+        ("\n \n", ""),
+        ('12:00 error front loading\n12:01 error stopped reason="no \\"such\\" model"', 'no "such" model'),
+        ("12:01 error front stopped reason=gone", "gone"),
+        ('{"time": "12:01", "message": "stopped", "reason": "too little memory"}\n', "too little memory"),
+        ('{"time": "12:01", "message": "stopped"}', ""),
+        ('{"cut off', ""),
+        ('12:01 stopped reason="\\x"', ""),
+        ("12:01 pid 77 torch.cuda.OutOfMemoryError: no memory", "OutOfMemoryError: no memory"),
+        ("12:01 worker 3 was killed", ""),
+    ],
+)  # fmt: skip
+def test_last_words_are_taken_only_where_they_stay_the_same(message: str, says: str) -> None:
+    """Ours in both forms, Python's own, and nothing that a clock or a count would change."""
+    assert last_words(message) == says
+
+
+def test_last_words_are_bounded() -> None:
+    assert len(last_words("ValueError: " + "x" * 5000)) == 500
