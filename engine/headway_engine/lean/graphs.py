@@ -157,7 +157,7 @@ class DecodeInputs:
             self._write(row, 0, 0, [self._scratch])
         columns = 2 + (bucket.blocks if whole_width else used_most)
         packed = self._staging[: bucket.rows * columns].view(bucket.rows, columns)
-        packed.copy_(torch.from_numpy(self._host[: bucket.rows, :columns]))
+        packed.numpy()[:] = self._host[: bucket.rows, :columns]
         # One copy of what is needed; waiting for it lets the next step write to the staging memory.
         self._device_rows[: bucket.rows, :columns] = packed.to(self._device_rows.device)
 

@@ -100,6 +100,8 @@ def _launch(
     tiles: int,
     splits: int,
 ) -> None:
+    if query.stride(-1) != 1:
+        query = query.contiguous()
     count, kv_heads = contexts.shape[0], keys.shape[1]
     group = query.shape[1] // kv_heads
     grid = (count, kv_heads, tiles * splits)
