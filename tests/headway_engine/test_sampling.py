@@ -387,6 +387,18 @@ def test_equal_values_rank_by_token_id(
     assert found == [ids[rank] for rank in (*range(kept), 0, kept - 1)]
 
 
+@pytest.mark.parametrize("name", PICKERS[1:])
+@pytest.mark.parametrize("cut", [{"top_k": 64}, {"top_k": 128, "top_p": 0.5}, {"top_k": 64, "min_p": 1.0}])
+def test_a_draw_on_a_boundary_is_of_the_token_behind_it(name: str, cut: dict[str, float]) -> None:
+    """64 tokens alike are left, and a number of n/64 has passed n of them exactly."""
+    row = torch.full((300,), -torch.inf)
+    row[::2] = 2.0
+    params = SamplingParams(max_tokens=1, temperature=1.0, **cut)
+    numbers = [rank / 64 for rank in range(64)]
+    found = picker_of(name).pick(row.repeat(64, 1), [params] * 64, numbers)
+    assert found == list(range(0, 128, 2))
+
+
 @pytest.mark.parametrize("name", PICKERS)
 @settings(max_examples=20, deadline=None)
 @given(
