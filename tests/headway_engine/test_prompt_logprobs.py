@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from headway_engine.fused import build
 from headway_engine.fused.llama import FusedRunner
+from headway_engine.lean.graphs import EagerRecorder
+from headway_engine.lean.kernels import GatherKernel
+from headway_engine.lean.runner import LeanRunner
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.scheduler import SCORES_IN_EVENT, Scheduler
@@ -44,7 +47,7 @@ PROMPTS = (
     (*SHARED, 41, 51, 17),
     tuple((31 * j + 14) % 290 + 3 for j in range(60)),
 )
-KINDS = [("padded", "llama"), ("padded", "gpt2"), ("kernel", "gpt2"), ("fused", "llama")]
+KINDS = [("padded", "llama"), ("padded", "gpt2"), ("kernel", "gpt2"), ("fused", "llama"), ("lean", "llama")]
 
 
 def capacity(blocks: int) -> Capacity:
@@ -62,6 +65,8 @@ def runner_of(kind: str, architecture: str) -> Runner:
     model = tiny_models.fresh(architecture)
     if kind == "padded":
         return TransformersRunner(model, capacity(64))
+    if kind == "lean":
+        return LeanRunner(model, capacity(64), GatherKernel(), EagerRecorder())
     library = build.kernels()
     if library is None:
         pytest.skip("no C++ compiler here")
