@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--quantization",
         default=d.quantization,
         choices=["", *QUANTIZATIONS],
-        help="pack the weights while they are read; needs the extra headway[quant]",
+        help="pack the weights while they are read; needs the package torchao",
     )
     p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
     p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused", "lean"])

@@ -2,9 +2,12 @@
 
 transformers reads the format; its `from_pretrained` would keep the weights packed, so the state dict is
 loaded here. float16 holds what a 4-bit file knows, in half the space of float32.
-Knows nothing of caches and locks.
+The file is parsed once for all of it. Knows nothing of caches and locks.
 """
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ def write_tokenizer(gguf: Path, out: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        with _parsed_once():
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     except Exception as error:
         raise ModelError(f"model: the tokenizer in {gguf} cannot be read: {error}") from error
     tokenizer.save_pretrained(str(out))
@@ -32,12 +36,13 @@ def write_weights(gguf: Path, out: Path) -> None:
     reader: Any = modeling_gguf_pytorch_utils
 
     try:
-        config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        with torch.device("meta"):
-            module = auto.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-        parsed = reader.load_gguf_checkpoint(
-            str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.float16
-        )
+        with _parsed_once():
+            config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            with torch.device("meta"):
+                module = auto.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+            parsed = reader.load_gguf_checkpoint(
+                str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.float16
+            )
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
     tensors = {name: torch.as_tensor(value) for name, value in parsed["tensors"].items()}
@@ -49,3 +54,23 @@ def write_weights(gguf: Path, out: Path) -> None:
     module.load_state_dict(tensors, strict=False, assign=True)
     module.tie_weights()
     module.save_pretrained(str(out))
+    _parse.cache_clear()  # the weights were the last to be asked of it
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """transformers parses a file anew for its configuration, tokenizer and weights, which takes seconds."""
+    import gguf
+
+    library: Any = gguf  # its types do not foresee this
+    parser = library.GGUFReader
+    library.GGUFReader = lambda path, *_: _parse(parser, str(path), Path(path).stat().st_mtime_ns)
+    try:
+        yield
+    finally:
+        library.GGUFReader = parser
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(parser: Any, path: str, _changed_ns: int) -> Any:
+    return parser(path)

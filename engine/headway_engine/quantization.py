@@ -1,7 +1,8 @@
 """Weights in fewer bits: what a checkpoint names, and what can be asked for while a model is read.
 
 The work is done by transformers and the library of each method, and transformers says which library is not
-there. Knows nothing of files and of runners.
+there. torchao is in no extra: once installed, transformers imports it at every start, quantized or not, which
+takes seconds. Knows nothing of files and of runners.
 """
 
 import importlib
@@ -32,9 +33,7 @@ def on_the_fly(name: str, config: Mapping[str, Any]) -> Any:
     if name not in QUANTIZATIONS:
         raise ModelError(f"quantization: {name!r}; use {' or '.join(QUANTIZATIONS)}")
     if importlib.util.find_spec("torchao") is None:
-        raise ModelError(
-            f"quantization: {name} needs the package torchao; install it (pip install 'headway[quant]')"
-        )
+        raise ModelError(f"quantization: {name} needs the package torchao; install it (pip install torchao)")
     from transformers import TorchAoConfig
 
     torchao: Any = importlib.import_module("torchao.quantization")

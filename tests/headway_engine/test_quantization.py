@@ -1,5 +1,6 @@
 """Weights in fewer bits: packed while they are read, or by the checkpoint; refused where a library lacks."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ CAPACITY = Capacity(
     max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
 )
 PROMPT = tuple(range(40, 52))
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed (it is in no extra: it makes every start slower)",
+)
 
 
 def loaded(folder: Path, quantize: str = "", dtype: str = "float32") -> LoadedModel:
@@ -70,6 +76,7 @@ def packed(folder: Path) -> Any:
     ).eval()
 
 
+@needs_torchao
 def test_int8_weights_say_what_transformers_says_with_them(folder: Path) -> None:
     """Packed while read: a fraction of the memory, and the fused path, which has no kernel for them, left."""
     plain_bytes = loaded(folder).weight_bytes
@@ -78,6 +85,7 @@ def test_int8_weights_say_what_transformers_says_with_them(folder: Path) -> None
     assert continued(model, 12) == ("transformers", generated(packed(folder), 12))
 
 
+@needs_torchao
 def test_a_checkpoint_that_torchao_wrote_loads_as_it_is(folder: Path, tmp_path: Path) -> None:
     """Its config.json names the method; asking for another packing on top is refused."""
     there = tmp_path / "packed"
@@ -88,6 +96,7 @@ def test_a_checkpoint_that_torchao_wrote_loads_as_it_is(folder: Path, tmp_path: 
         loaded(there, "int8wo")
 
 
+@needs_torchao
 def test_capacity_counts_packed_weights_unpacked_one_at_a_time(folder: Path) -> None:
     """A matrix is widened while it is used."""
     config = tiny_models.engine_config()
@@ -129,7 +138,7 @@ def test_an_older_bitsandbytes_configuration_is_understood() -> None:
 
 def test_packing_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"pip install 'headway\[quant\]'"):
+    with pytest.raises(ModelError, match="pip install torchao"):
         on_the_fly("int8wo", {})
 
 
