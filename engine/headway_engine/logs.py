@@ -16,7 +16,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 FORMAT_ENV = "HEADWAY_LOG_FORMAT"
-CHATTY = ("uvicorn", "uvicorn.error", "httpx", "asyncio", "urllib3")
+CHATTY = ("uvicorn", "uvicorn.error", "httpx", "httpx2", "asyncio", "urllib3")
 """Loggers of libraries that tell of every request."""
 FOR_DEVELOPERS = "torch.utils._pytree"
 """Tells the authors of other libraries, at each start, what will change in torch."""

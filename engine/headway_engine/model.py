@@ -4,6 +4,7 @@ Puts together where weights come from (`model_source`, `weights`) and what can b
 `listening`); knows nothing of caches of keys and values, batches or queues.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from headway_engine.model_source import (
     weights_folder,
 )
 from headway_engine.weights import read_folder
+
+log = logging.getLogger(__name__)
 
 _Auto: Any = AutoModelForCausalLM  # its methods carry no types
 
@@ -81,6 +84,11 @@ def load(
     """
     target = choose_device(device)
     compute = choose_dtype(dtype, target)
+    if target.type == "cpu" and compute not in (torch.float32, choose_dtype("auto", target)):
+        # Right, and slow; the lean path widens bfloat16 while it reads, so it is no reason to refuse.
+        log.warning(
+            "dtype: this CPU imitates %s; through transformers, float32 is several times faster", dtype
+        )
     if source.shape is not None:
         if quantize:
             raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")

@@ -269,3 +269,15 @@ def test_the_generation_configuration_is_honoured(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     assert load_folder(tmp_path).sampling_defaults == {}
     assert load_folder(tmp_path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(("native", "warns"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_dtype_that_the_cpu_only_imitates_is_warned_of(
+    native: torch.dtype, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is served all the same: right, and slowly."""
+    monkeypatch.setattr(
+        "headway_engine.model.choose_dtype", lambda name, _: native if name == "auto" else torch.bfloat16
+    )
+    tiny_models.fresh("gpt2", dtype="bfloat16")
+    assert ("this CPU imitates bfloat16" in caplog.text) is warns
