@@ -197,6 +197,8 @@ class Loop:
                 self._note(self._scheduler.abort(request_id, now_s))
                 self._changed = True
             case SetLimits(ticket=ticket, limits=wanted):
+                if wanted.max_batch_tokens > self.limits.max_batch_tokens:
+                    self._lowered = False  # a limit raised again may be too high again
                 self._put_in_force(wanted, "asked for")
                 self._report(LimitsApplied(ticket=ticket, limits=self.limits))
             case Drain():
@@ -260,8 +262,9 @@ class Loop:
         return sampled, failed
 
     def _lower_tokens(self, tokens: int) -> None:
-        """After a step that did not fit into memory: no step as large as that. Once; the capacity that was
-        measured at start leaves room, so a second time means something else, and each retry is small."""
+        """After a step that did not fit into memory: no step as large as that. Once until somebody raises the
+        limit; the capacity that was measured at start leaves room, so a second time means something else, and
+        each retry is small."""
         wanted = max(tokens // 2, self.limits.max_batch_sequences)
         if self._lowered or wanted >= self.limits.max_batch_tokens:
             return

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway_engine.loop import Loop
-from headway_engine.messages import Died, LimitsApplied, Report, StepReport, Submit
+from headway_engine.messages import Died, LimitsApplied, Report, SetLimits, StepReport, Submit
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.runner import build_runner
 from headway_engine.scheduler import Scheduler
@@ -97,6 +97,19 @@ def test_a_request_that_never_fits_fails_with_words_and_the_others_live(
     assert machine.ends()["again"].reason is FinishReason.LENGTH
     assert machine.ends()["short"].reason is FinishReason.LENGTH
     assert len(machine.changes()) == 1
+
+
+def test_a_limit_that_was_raised_again_is_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuner that does not know why the limit fell must not be able to switch the guard off."""
+    machine = Machine(monkeypatch, room=30, error=ERRORS[0])
+    for first in (10, 110):  # other prompts each time: what is in the prefix cache makes no large step
+        machine.loop.post(SetLimits(ticket=1, limits=LIMITS))
+        machine.submit(f"a{first}", tuple(range(first, first + 25)))
+        machine.submit(f"b{first}", tuple(range(first + 30, first + 55)))
+        assert machine.turn(4)
+    assert {end.reason for end in machine.ends().values()} == {FinishReason.LENGTH}
+    own = [change for change in machine.changes() if change.ticket == 0]
+    assert [change.limits.max_batch_tokens for change in own] == [25, 25]
 
 
 def test_memory_that_is_gone_for_good_ends_in_words_and_not_in_a_loop(
