@@ -32,8 +32,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The compute type behind `auto`: bfloat16 where the hardware multiplies it; else float16 on CUDA, and
     float32 on a CPU.
 
-    A CPU without bf16 instructions runs it 20 to 400 times slower than float32 (docs, performance), and a
-    CUDA device before compute capability 8.0 only imitates it.
+    A CPU without bf16 instructions, and a CUDA device before compute capability 8.0, only imitate it, slowly.
     """
     if name != "auto":
         try:

@@ -1,7 +1,7 @@
 """Words that the engine and its controller share: limits, capacity, objectives, paths, metric names.
 
-Both sides import this module and nothing else of each other, so a change here is a change of the
-protocol. It knows nothing of torch, HTTP or Kubernetes, and imports only msgspec.
+All that goes over the wire between them is here, so a change here is a change of the protocol. It knows
+nothing of torch, HTTP or Kubernetes, and imports only msgspec.
 """
 
 from enum import StrEnum
