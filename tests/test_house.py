@@ -1,5 +1,6 @@
 """Rules of the house that no linter knows."""
 
+import ast
 import importlib
 import operator
 import re
@@ -106,3 +107,35 @@ def test_the_map_shows_every_module() -> None:
         if path.name != "__init__.py" and f"`{path.relative_to(package)}`" not in page
     ]
     assert missing == []
+
+
+def logged_events() -> set[str]:
+    """Names of events in the sources: what stands first in each call of `fields`."""
+    return {
+        call.args[0].value
+        for path in tracked_files()
+        if path.suffix == ".py" and path.parts[len(ROOT.parts)] in {"operator", "engine"}
+        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(call, ast.Call)
+        and (getattr(call.func, "id", "") == "fields" or getattr(call.func, "attr", "") == "fields")
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+    }
+
+
+def test_the_page_of_logs_names_every_event_and_no_other() -> None:
+    """Whoever filters by an event finds what it means, and none that no longer comes."""
+    page = (ROOT / "docs" / "how-to" / "read-logs.md").read_text("utf-8")
+    rows = page.partition("| event |")[2].partition("\n\n")[0]
+    told = {name for row in rows.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", row.split("|")[1])}
+    assert told == logged_events()
+
+
+def test_decisions_have_numbers_of_their_own() -> None:
+    """A page opens with its number, and no two have the same."""
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert len(set(numbers)) == len(numbers)
+    assert [
+        page.name for page in pages if not page.read_text("utf-8").startswith(f"# {page.name[:4]}: ")
+    ] == []
