@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -166,7 +166,18 @@ def listen(app: ASGIApp, host: str, port: int) -> Server:
 
 def start_core(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
     """The core process, holding the other end of the channel."""
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=core_environment(os.environ))
+
+
+def core_environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What the core inherits, with OpenMP's threads told not to spin for long while they wait for each other.
+
+    The front end, other pods and whatever else runs want the cores too, and a thread that spins on a core
+    which its neighbour waits for makes a step twice as slow (`bench/README.md`); on idle cores a short spin
+    costs nothing. Whoever chose a policy keeps it.
+    """
+    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & ours.keys()
+    return dict(ours) if chosen else {**ours, "GOMP_SPINCOUNT": "1000"}
 
 
 def end_core(process: subprocess.Popen[bytes]) -> None:

@@ -79,16 +79,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
 
 
-def pod_environment() -> dict[str, str]:
-    """What pods inherit, with OpenMP's threads told not to spin for long while they wait for each other.
-
-    Here the engine shares its cores with clients, the controller and whatever else runs; threads that spin on
-    a core that another program wants make a step up to ten times slower (seen with torch's libgomp).
-    """
-    chosen = {key: os.environ[key] for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if key in os.environ}
-    return inherited_env() | (chosen or {"GOMP_SPINCOUNT": "1000"})
-
-
 class OneMachine:
     """One resource, served. Call `start`, then `wait_ready`; `close` in the end, always."""
 
@@ -134,7 +124,7 @@ class OneMachine:
         self._fleet = HttpFleet()
         self.cluster = LocalCluster(
             self._folder,
-            options=PodOptions(images=images, claims=cache / "claims", base_env=pod_environment()),
+            options=PodOptions(images=images, claims=cache / "claims", base_env=inherited_env()),
             kept_volumes={CACHE_VOLUME: cache},
             on_change=self._changed,
             on_event=self._on_event,

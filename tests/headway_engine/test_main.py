@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from headway_engine import config
+from headway_engine.__main__ import core_environment
 from support import fake_engine
 from support.engine_server import engine_server, wait_until
 
@@ -282,3 +283,10 @@ def test_the_served_name_is_the_last_part_of_the_uri(model, name):
     """Unless another one is given."""
     assert config.served_name(config.EngineConfig(model=model)) == name
     assert config.served_name(config.EngineConfig(model=model, served_model_name="x")) == "x"
+
+
+def test_the_cores_threads_do_not_spin_unless_somebody_chose_a_policy():
+    """OpenMP's own default keeps cores busy that others want."""
+    assert core_environment({"PATH": "/bin"}) == {"PATH": "/bin", "GOMP_SPINCOUNT": "1000"}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert core_environment({name: "passive"}) == {name: "passive"}
