@@ -166,7 +166,8 @@ def listen(app: ASGIApp, host: str, port: int) -> Server:
 
 def start_core(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
     """The core process, holding the other end of the channel."""
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=core_environment(os.environ))
+    environment = core_environment(os.environ)
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=environment)
 
 
 def core_environment(ours: Mapping[str, str]) -> dict[str, str]:
