@@ -62,7 +62,7 @@ cluster: $(READY) ## Start a real control plane to play with; prints the kubecon
 	@python tools/kube/cluster.py
 
 .PHONY: bench
-bench: $(READY) ## Measure this machine; prints a table for each question of bench/
+bench: $(READY) ## Measure this machine: Headway beside its peers, a table for each workload
 	@python bench/run.py
 
 .PHONY: lock
