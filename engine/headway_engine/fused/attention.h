@@ -1,6 +1,9 @@
 // Attention over keys and values in blocks, for the chunks of one step.
 //
 // Queries, scores and results are float32; keys and values are float32 or bfloat16. Knows nothing of weights.
+// Few queries (decodes) take a whole context at once, one query after another. Many (prefill) lie side by side in
+// vector lanes, so that nothing is summed across lanes, and take the context in tiles that stay in the cache, with
+// a running maximum and sum (the online softmax of FlashAttention, Dao et al. 2022).
 #pragma once
 
 #include "vectors.h"
@@ -8,11 +11,14 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-constexpr int SCORE_FLOATS = 1 << 16;  // scores one attention item may hold, per thread
+constexpr int FEW_QUERIES = 8;    // of one item: fewer than this go one by one
+constexpr int ITEM_QUERIES = 96;  // of one item, at most; more where one row has more heads
+constexpr int TILE = 64;          // tokens of context that many queries look at together, in whole blocks
 
 struct Chunk {  // rows first .. first + length of the step: positions start .. of one sequence
   int32_t first, length, start, table;  // table: offset of its block numbers
@@ -29,8 +35,7 @@ struct Cache {
 static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int group) {
   std::vector<Item> items;
   for (int c = 0; c < n; c++) {
-    int context = chunks[c].start + chunks[c].length;
-    int most = std::max(1, std::min(32, SCORE_FLOATS / context / group));
+    int most = std::max(1, ITEM_QUERIES / group);
     for (int row = 0; row < chunks[c].length; row += most)
       for (int h = 0; h < kv_heads; h++)
         items.push_back({c, h, row, std::min(most, chunks[c].length - row)});
@@ -42,17 +47,22 @@ static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int 
   return items;
 }
 
+static inline int lanes_of(int queries) { return (queries + W - 1) / W * W; }
+static inline int tile_of(const Cache& c) { return std::max(1, TILE / c.block_tokens) * c.block_tokens; }
+
 struct Scratch {  // of one thread; sized before the threads start, since none may throw
-  std::vector<float> scores, query, turned, keys, out;
+  std::vector<float> scores, query, keys, out;
+  std::vector<float> top, sum, shrink;  // a lane per query: the running maximum and sum, and what a tile shrinks
 };
 
 static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& items, const Chunk* chunks, int group,
                                        const Cache& c) {
   size_t scores = 0, queries = 0;
   for (const Item& i : items) {
-    size_t q = (size_t)i.rows * group;
-    queries = std::max(queries, q);
-    scores = std::max(scores, q * (chunks[i.chunk].start + i.row + i.rows));
+    int q = i.rows * group;
+    queries = std::max(queries, (size_t)lanes_of(q));
+    scores = std::max(scores, q < FEW_QUERIES ? (size_t)q * (chunks[i.chunk].start + i.row + i.rows)
+                                      : (size_t)lanes_of(q) * tile_of(c));
   }
   int width = std::max(c.key_width, c.value_width);
   std::vector<Scratch> team(threads);
@@ -60,8 +70,8 @@ static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& ite
     s.scores.resize(scores);
     s.query.resize(queries * c.key_width);
     s.out.resize(queries * c.value_width);
-    s.turned.resize((size_t)c.key_width * W);
     s.keys.resize((size_t)c.block_tokens * width);
+    for (auto* lanes : {&s.top, &s.sum, &s.shrink}) lanes->resize(queries);
   }
   return team;
 }
@@ -88,59 +98,80 @@ static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float
   return to.data();
 }
 
-// to[d][i] = keys[i][d] for i < n, else 0: W tokens side by side.
-static void turn(const float* keys, int n, int width, float* to) {
-  if (n < W) std::fill_n(to, (size_t)width * W, 0.0f);
-  int d = 0;
-  for (; d + W <= width; d += W) {
-    float square[W][W];
-    for (int i = 0; i < n; i++) store(square[i], load(keys + i * width + d));
-    for (int j = 0; j < W; j++)
-      for (int i = 0; i < n; i++) to[(d + j) * W + i] = square[i][j];
+// scores[q][t] for the tokens of one block, few queries.
+static void score_few(const float* query, int queries, const float* keys, int tokens, int width, float* scores,
+                      int64_t stride) {
+  for (int q = 0; q < queries; q++) {
+    const float* x = query + q * width;
+    int t = 0;
+    for (; t + 4 <= tokens; t += 4) dot_four(x, keys + (int64_t)t * width, width, scores + q * stride + t);
+    for (; t < tokens; t++) scores[q * stride + t] = dot(x, keys + (int64_t)t * width, width);
   }
-  for (; d < width; d++)
-    for (int i = 0; i < n; i++) to[d * W + i] = keys[i * width + d];
 }
 
-// scores[q][first + t] for the t of one block.
-static void score_block(const float* query, int queries, const float* keys, int tokens, int width, float* scores,
-                        int64_t stride, Scratch& s) {
-  if (queries < 8) {
-    for (int q = 0; q < queries; q++) {
-      const float* x = query + q * width;
-      int t = 0;
-      for (; t + 4 <= tokens; t += 4) dot_four(x, keys + (int64_t)t * width, width, scores + q * stride + t);
-      for (; t < tokens; t++) scores[q * stride + t] = dot(x, keys + (int64_t)t * width, width);
+// scores[N tokens][L * W queries] = keys[N][width] x query[width][queries].
+template <int N, int L>
+static inline void score_tile(const float* query, int64_t lanes, const float* keys, int width, float* scores) {
+  vf acc[N][L];
+  for (int t = 0; t < N; t++)
+    for (int l = 0; l < L; l++) acc[t][l] = vf{};
+  for (int d = 0; d < width; d++) {
+    vf x[L];
+#pragma GCC unroll 4
+    for (int l = 0; l < L; l++) x[l] = load(query + d * lanes + l * W);
+#pragma GCC unroll 4
+    for (int t = 0; t < N; t++) {
+      vf k = all(keys[(int64_t)t * width + d]);
+#pragma GCC unroll 4
+      for (int l = 0; l < L; l++) acc[t][l] += k * x[l];
     }
-    return;
   }
-  // Many queries: turn W keys over once, so that tokens lie in lanes and no sum across lanes is needed.
-  for (int t = 0; t < tokens; t += W) {
-    int n = std::min(W, tokens - t);
-    turn(keys + (int64_t)t * width, n, width, s.turned.data());
-    int q = 0;
-    for (; q + 4 <= queries; q += 4) {
-      vf a0 = vf{}, a1 = vf{}, a2 = vf{}, a3 = vf{};
-      const float *q0 = query + q * width, *q1 = q0 + width, *q2 = q1 + width, *q3 = q2 + width;
-      for (int d = 0; d < width; d++) {
-        vf k = load(&s.turned[d * W]);
-        a0 += k * q0[d];
-        a1 += k * q1[d];
-        a2 += k * q2[d];
-        a3 += k * q3[d];
-      }
-      const vf* found[4] = {&a0, &a1, &a2, &a3};
-      for (int j = 0; j < 4; j++) {
-        float* to = scores + (q + j) * stride + t;
-        if (n == W) store(to, *found[j]);
-        else for (int i = 0; i < n; i++) to[i] = (*found[j])[i];
-      }
+  for (int t = 0; t < N; t++)
+    for (int l = 0; l < L; l++) store(scores + t * lanes + l * W, acc[t][l]);
+}
+
+template <int L>
+static inline void score_lanes(const float* query, int64_t lanes, const float* keys, int tokens, int width,
+                               float* scores) {
+  int t = 0;
+  for (; t + 4 <= tokens; t += 4)
+    score_tile<4, L>(query, lanes, keys + (int64_t)t * width, width, scores + t * lanes);
+  for (; t < tokens; t++) score_tile<1, L>(query, lanes, keys + (int64_t)t * width, width, scores + t * lanes);
+}
+
+// scores[t][q] for the tokens of one block, many queries.
+static void score_many(const float* query, int lanes, const float* keys, int tokens, int width, float* scores) {
+  constexpr int L = W == 16 ? 3 : 2;  // 4 * L sums, L queries and a key fit the registers
+  int lane = 0;
+  for (; lane + L * W <= lanes; lane += L * W)
+    score_lanes<L>(query + lane, lanes, keys, tokens, width, scores + lane);
+  for (; lane < lanes; lane += W) score_lanes<1>(query + lane, lanes, keys, tokens, width, scores + lane);
+}
+
+// One tile of scores[t][q] becomes weights under the running maximum of each query; `shrink` says by what all that
+// was summed before must be multiplied. Query q sees the tile's first seen + q / group tokens.
+static void soften(float* scores, int tokens, int lanes, int seen, int group, Scratch& s) {
+  for (int t = std::max(0, seen); t < tokens; t++) {
+    int hidden = std::min(lanes, (t - seen + 1) * group);  // queries that come before this token
+    std::fill_n(scores + (int64_t)t * lanes, hidden, -INFINITY);
+  }
+  for (int lane = 0; lane < lanes; lane += W) {
+    vf before = load(&s.top[lane]), top = before;
+    for (int t = 0; t < tokens; t++) {
+      vf x = load(scores + t * lanes + lane);
+      top = x > top ? x : top;
     }
-    for (; q < queries; q++) {
-      vf a = vf{};
-      for (int d = 0; d < width; d++) a += load(&s.turned[d * W]) * query[q * width + d];
-      for (int i = 0; i < n; i++) scores[q * stride + t + i] = a[i];
+    vf shrink = exp_(before - top), sum = load(&s.sum[lane]) * shrink;
+    for (int t = 0; t < tokens; t++) {
+      float* at = scores + t * lanes + lane;
+      vf x = load(at), e = exp_(x - top);
+      e = x == all(-INFINITY) ? vf{} : e;
+      store(at, e);
+      sum += e;
     }
+    store(&s.top[lane], top);
+    store(&s.sum[lane], sum);
+    store(&s.shrink[lane], shrink);
   }
 }
 
@@ -165,70 +196,128 @@ static void softmax(float* scores, int seen, int context) {
   for (t = seen; t < context; t++) scores[t] = 0.0f;
 }
 
+struct Weights {  // of query q for token t: at[q * query + t * token]
+  const float* at;
+  int64_t query, token;
+};
+
 // out[Q][V * W] += weights[Q][tokens] x values[tokens][V * W], from column `column` on.
 template <int Q, int V>
-static inline void weigh(const float* weights, int64_t stride, const float* values, int tokens, int width, int column,
-                         float* out) {
+static inline void weigh(const Weights& w, int q, const float* values, int tokens, int width, int column, float* out) {
   vf acc[Q][V];
-  for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) acc[q][v] = load(out + q * width + column + v * W);
+  const float* weights = w.at + q * w.query;
+  float* to = out + (int64_t)q * width + column;
+  for (int i = 0; i < Q; i++)
+    for (int v = 0; v < V; v++) acc[i][v] = load(to + i * width + v * W);
   for (int t = 0; t < tokens; t++) {
     vf x[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) x[v] = load(values + (int64_t)t * width + column + v * W);
 #pragma GCC unroll 4
-    for (int q = 0; q < Q; q++) {
-      vf w = all(weights[q * stride + t]);
+    for (int i = 0; i < Q; i++) {
+      vf share = all(weights[i * w.query + t * w.token]);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) acc[q][v] += w * x[v];
+      for (int v = 0; v < V; v++) acc[i][v] += share * x[v];
     }
   }
-  for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) store(out + q * width + column + v * W, acc[q][v]);
+  for (int i = 0; i < Q; i++)
+    for (int v = 0; v < V; v++) store(to + i * width + v * W, acc[i][v]);
 }
 
-static void weigh_block(const float* weights, int64_t stride, int queries, const float* values, int tokens, int width,
-                        float* out) {
+static void weigh_block(const Weights& w, int queries, const float* values, int tokens, int width, float* out) {
   constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
   for (; column + 4 * W <= width; column += 4 * W) {
     int q = 0;
-    for (; q + Q <= queries; q += Q)
-      weigh<Q, 4>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
-    for (; q < queries; q++) weigh<1, 4>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
+    for (; q + Q <= queries; q += Q) weigh<Q, 4>(w, q, values, tokens, width, column, out);
+    for (; q < queries; q++) weigh<1, 4>(w, q, values, tokens, width, column, out);
   }
   for (; column + W <= width; column += W)
-    for (int q = 0; q < queries; q++)
-      weigh<1, 1>(weights + q * stride, stride, values, tokens, width, column, out + q * width);
+    for (int q = 0; q < queries; q++) weigh<1, 1>(w, q, values, tokens, width, column, out);
   for (; column < width; column++)
     for (int q = 0; q < queries; q++)
-      for (int t = 0; t < tokens; t++) out[q * width + column] += weights[q * stride + t] * values[t * width + column];
+      for (int t = 0; t < tokens; t++)
+        out[q * width + column] += w.at[q * w.query + t * w.token] * values[t * width + column];
+}
+
+template <class T>
+struct Context {  // the keys and values that one item looks at
+  const T *keys, *values;
+  const int32_t* table;
+  const Cache& c;
+  int head;
+
+  int64_t place(int t) const {
+    return ((int64_t)table[t / c.block_tokens] * c.kv_heads + head) * c.block_tokens;
+  }
+  const float* keys_at(int t, int n, Scratch& s) const {
+    return as_floats(keys + place(t) * c.key_width, (int64_t)n * c.key_width, s.keys);
+  }
+  const float* values_at(int t, int n, Scratch& s) const {
+    return as_floats(values + place(t) * c.value_width, (int64_t)n * c.value_width, s.keys);
+  }
+};
+
+template <class T>
+static void attend_few(const Context<T>& x, int queries, int group, int context, int seen, Scratch& s) {
+  const Cache& c = x.c;
+  for (int t = 0; t < context; t += c.block_tokens) {
+    int n = std::min(c.block_tokens, context - t);
+    score_few(s.query.data(), queries, x.keys_at(t, n, s), n, c.key_width, s.scores.data() + t, context);
+  }
+  for (int q = 0; q < queries; q++) softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context);
+  for (int t = 0; t < context; t += c.block_tokens) {
+    int n = std::min(c.block_tokens, context - t);
+    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_at(t, n, s), n, c.value_width, s.out.data());
+  }
+}
+
+template <class T>
+static void attend_many(const Context<T>& x, int queries, int group, int context, int seen, Scratch& s) {
+  const Cache& c = x.c;
+  const int lanes = lanes_of(queries), tile = tile_of(c);
+  std::fill_n(s.top.begin(), lanes, -INFINITY);
+  std::fill_n(s.sum.begin(), lanes, 0.0f);
+  for (int first = 0; first < context; first += tile) {
+    int tokens = std::min(tile, context - first);
+    for (int t = 0; t < tokens; t += c.block_tokens) {
+      int n = std::min(c.block_tokens, tokens - t);
+      score_many(s.query.data(), lanes, x.keys_at(first + t, n, s), n, c.key_width, &s.scores[(size_t)t * lanes]);
+    }
+    soften(s.scores.data(), tokens, lanes, seen - first, group, s);
+    if (first)
+      for (int q = 0; q < queries; q++)
+        if (s.shrink[q] != 1.0f)
+          for (int v = 0; v < c.value_width; v++) s.out[(size_t)q * c.value_width + v] *= s.shrink[q];
+    for (int t = 0; t < tokens; t += c.block_tokens) {
+      int n = std::min(c.block_tokens, tokens - t);
+      weigh_block({&s.scores[(size_t)t * lanes], 1, lanes}, queries, x.values_at(first + t, n, s), n, c.value_width,
+                  s.out.data());
+    }
+  }
+  for (int q = 0; q < queries; q++)
+    for (int v = 0; v < c.value_width; v++) s.out[(size_t)q * c.value_width + v] /= s.sum[q];
 }
 
 template <class T>
 static void attend(const Item& item, const Chunk& chunk, const int32_t* table, const Cache& c, int group, float scale,
                    const float* query, int64_t query_stride, const T* keys, const T* values, float* out,
                    int64_t out_stride, Scratch& s) {
-  int queries = item.rows * group, context = chunk.start + item.row + item.rows;
+  const int queries = item.rows * group, first = chunk.start + item.row, context = first + item.rows;
+  const bool few = queries < FEW_QUERIES;
+  const Context<T> x = {keys, values, table, c, item.head};
+  // Few: query[q][d]. Many: query[d][q], with the lanes that are left over 0.
+  const int64_t along = few ? 1 : lanes_of(queries), across = few ? c.key_width : 1;
+  if (!few) std::fill_n(s.query.begin(), along * c.key_width, 0.0f);
   std::fill_n(s.out.begin(), (size_t)queries * c.value_width, 0.0f);
   for (int r = 0; r < item.rows; r++) {
     const float* from = query + (chunk.first + item.row + r) * query_stride + item.head * group * c.key_width;
-    for (int i = 0; i < group * c.key_width; i++) s.query[r * group * c.key_width + i] = from[i] * scale;
+    for (int g = 0; g < group; g++)
+      for (int d = 0; d < c.key_width; d++)
+        s.query[(r * group + g) * across + d * along] = from[g * c.key_width + d] * scale;
   }
-  for (int t = 0; t < context; t += c.block_tokens) {
-    int n = std::min(c.block_tokens, context - t);
-    int64_t at = ((int64_t)table[t / c.block_tokens] * c.kv_heads + item.head) * c.block_tokens;
-    const float* block = as_floats(keys + at * c.key_width, (int64_t)n * c.key_width, s.keys);
-    score_block(s.query.data(), queries, block, n, c.key_width, s.scores.data() + t, context, s);
-  }
-  for (int q = 0; q < queries; q++)
-    softmax(s.scores.data() + (int64_t)q * context, chunk.start + item.row + q / group + 1, context);
-  for (int t = 0; t < context; t += c.block_tokens) {
-    int n = std::min(c.block_tokens, context - t);
-    int64_t at = ((int64_t)table[t / c.block_tokens] * c.kv_heads + item.head) * c.block_tokens;
-    const float* block = as_floats(values + at * c.value_width, (int64_t)n * c.value_width, s.keys);
-    weigh_block(s.scores.data() + t, context, queries, block, n, c.value_width, s.out.data());
-  }
+  if (few) attend_few(x, queries, group, context, first + 1, s);
+  else attend_many(x, queries, group, context, first + 1, s);
   for (int r = 0; r < item.rows; r++)
     memcpy(out + (chunk.first + item.row + r) * out_stride + item.head * group * c.value_width,
            s.out.data() + (size_t)r * group * c.value_width, sizeof(float) * group * c.value_width);

@@ -17,8 +17,11 @@ constexpr int MR = 6;
 constexpr int MR = 4;
 #endif
 constexpr int NR = 2 * W;
-constexpr int AHEAD = 24;       // how many rows of a panel are fetched before their turn
-constexpr int ROW_BLOCK = 512;  // rows that share one pass over the weights
+constexpr int AHEAD = 24;        // how many rows of a panel are fetched before their turn
+constexpr int PAIR = 2;          // panels that a thread takes at once
+constexpr int FETCHING = 8;      // tiles that fetch the next panel, at most: more would only fetch lines twice
+constexpr int LINE = 64;         // bytes of a cache line
+constexpr int ROW_BLOCK = 512;   // rows that share one pass over the weights
 
 enum Mode { STORE, ADD, GATE };
 
@@ -63,8 +66,15 @@ static inline void finish(const vf (&acc)[M][2], const Out& o, int row, int pane
   }
 }
 
-template <int M, class T>
-static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& o, int row, int number) {
+struct Ahead {  // of another panel, what a tile fetches from memory while it computes: `step` bytes a row
+  const char* from;
+  int step;
+};
+
+// LINES: how many cache lines to fetch ahead for each row of the panel.
+template <int M, int LINES, class T>
+static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& o, int row, int number,
+                 const Ahead& ahead) {
   vf acc[M][2];
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
   const float* base = a + row * lda;
@@ -72,6 +82,9 @@ static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& 
     vf b0 = load(panel + (int64_t)i * NR), b1 = load(panel + (int64_t)i * NR + W);
     __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR);
     __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR + W);
+#pragma GCC unroll 2
+    for (int line = 0; line < LINES; line++)
+      __builtin_prefetch(ahead.from + (int64_t)i * ahead.step + line * LINE, 0, 2);
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
       vf x = all(base[m * lda + i]);
@@ -82,27 +95,37 @@ static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& 
   finish<M>(acc, o, row, number);
 }
 
-template <int M, class T>
-static inline void rows_left(int m, const float* a, int64_t lda, const T* panel, int k, const Out& o, int row,
-                             int number) {
+template <int M, int LINES, class T>
+static inline void some_rows(int m, const float* a, int64_t lda, const T* panel, int k, const Out& o, int row,
+                             int number, const Ahead& ahead) {
   if constexpr (M > 0) {
-    if (m == M) tile<M, T>(a, lda, panel, k, o, row, number);
-    else rows_left<M - 1, T>(m, a, lda, panel, k, o, row, number);
+    if (m == M) tile<M, LINES, T>(a, lda, panel, k, o, row, number, ahead);
+    else some_rows<M - 1, LINES, T>(m, a, lda, panel, k, o, row, number, ahead);
   }
 }
 
 // out[rows, columns] (mode)= a[rows, k] x panels. Called by every thread of a team; ends in a barrier.
+//
+// Memory is as slow as a tile's arithmetic or slower, so both must go on at once: the tiles of one panel fetch the
+// panel that this thread takes next if all goes as usual. A wrong guess costs a little, and no answer.
 template <class T>
 static void product(const float* a, int64_t lda, const T* weights, int rows, int k, const Out& o) {
   int width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
+  const int64_t size = (int64_t)k * NR, away = PAIR * (omp_get_num_threads() - 1);
   for (int block = 0; block < rows; block += ROW_BLOCK) {
-    int end = std::min(rows, block + ROW_BLOCK);
-#pragma omp for schedule(dynamic, 2)
+    const int end = std::min(rows, block + ROW_BLOCK), tiles = (end - block + MR - 1) / MR;
+    const int fetching = std::min(tiles, FETCHING), step = ((int)(NR * sizeof(T)) + fetching - 1) / fetching;
+#pragma omp for schedule(dynamic, PAIR)
     for (int p = 0; p < panels; p++) {
-      const T* panel = weights + (int64_t)p * k * NR;
-      int row = block;
-      for (; row + MR <= end; row += MR) tile<MR, T>(a, lda, panel, k, o, row, p);
-      if (row < end) rows_left<MR - 1, T>(end - row, a, lda, panel, k, o, row, p);
+      const T* panel = weights + p * size;
+      const int64_t next = p % PAIR < PAIR - 1 ? p + 1 : p + 1 + away;
+      Ahead ahead = {(const char*)(weights + (next < panels ? next : p) * size), step};
+      for (int row = block, n = 0; row < end; row += MR, n++, ahead.from += (int64_t)k * step) {
+        const int m = std::min(MR, end - row);
+        if (step > LINE) some_rows<MR, 2, T>(m, a, lda, panel, k, o, row, p, ahead);
+        else if (n < fetching) some_rows<MR, 1, T>(m, a, lda, panel, k, o, row, p, ahead);
+        else some_rows<MR, 0, T>(m, a, lda, panel, k, o, row, p, ahead);
+      }
     }
   }
 }
