@@ -256,6 +256,13 @@ struct Context {  // the keys and values that one item looks at
   const float* values_at(int t, int n, Scratch& s) const {
     return as_floats(values + place(t) * c.value_width, (int64_t)n * c.value_width, s.keys);
   }
+  // Decodes wait for memory, and blocks lie anywhere: ask for the next one while this one is worked on.
+  void fetch_keys(int t, int context) const {
+    fetch(keys + place(t) * c.key_width, sizeof(T) * c.key_width * std::min(c.block_tokens, context - t));
+  }
+  void fetch_values(int t, int context) const {
+    fetch(values + place(t) * c.value_width, sizeof(T) * c.value_width * std::min(c.block_tokens, context - t));
+  }
 };
 
 template <class T>
@@ -263,11 +270,14 @@ static void attend_few(const Context<T>& x, int queries, int group, int context,
   const Cache& c = x.c;
   for (int t = 0; t < context; t += c.block_tokens) {
     int n = std::min(c.block_tokens, context - t);
+    if (int next = t + c.block_tokens; next < context) x.fetch_keys(next, context);
+    else x.fetch_values(0, context);
     score_few(s.query.data(), queries, x.keys_at(t, n, s), n, c.key_width, s.scores.data() + t, context);
   }
   for (int q = 0; q < queries; q++) softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context);
   for (int t = 0; t < context; t += c.block_tokens) {
     int n = std::min(c.block_tokens, context - t);
+    if (int next = t + c.block_tokens; next < context) x.fetch_values(next, context);
     weigh_block({s.scores.data() + t, context, 1}, queries, x.values_at(t, n, s), n, c.value_width, s.out.data());
   }
 }

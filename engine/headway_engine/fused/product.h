@@ -20,7 +20,6 @@ constexpr int NR = 2 * W;
 constexpr int AHEAD = 24;        // how many rows of a panel are fetched before their turn
 constexpr int PAIR = 2;          // panels that a thread takes at once
 constexpr int FETCHING = 8;      // tiles that fetch the next panel, at most: more would only fetch lines twice
-constexpr int LINE = 64;         // bytes of a cache line
 constexpr int ROW_BLOCK = 512;   // rows that share one pass over the weights
 
 enum Mode { STORE, ADD, GATE };

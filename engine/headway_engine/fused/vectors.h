@@ -18,6 +18,8 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+constexpr int LINE = 64;  // bytes of a cache line
+
 typedef float vf __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(W * 4), aligned(4), may_alias));
@@ -28,6 +30,11 @@ static inline vf load(const float* p) { return *(const vf*)p; }
 static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
 static inline void store(float* p, vf v) { *(vf*)p = v; }
 static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, so that could not be folded
+
+// Ask for memory that is needed soon, as far as the second-level cache.
+static inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const char*)from + at, 0, 2);
+}
 
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) {
