@@ -36,16 +36,20 @@ class _Ages:
         self._members[sequence.id] = sequence
         heapq.heappush(self._heap, (sequence.request.arrival_s, sequence.order, sequence))
         if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [entry for entry in self._heap if entry[2].id in self._members]
+            self._heap = [entry for entry in self._heap if self._counts(entry[2])]
             heapq.heapify(self._heap)
 
     def remove(self, id: RequestId) -> bool:
         return self._members.pop(id, None) is not None
 
     def oldest(self) -> Sequence | None:
-        while self._heap and self._heap[0][2].id not in self._members:
+        while self._heap and not self._counts(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
+
+    def _counts(self, sequence: Sequence) -> bool:
+        """It is here, and not another one that came under its id later."""
+        return self._members.get(sequence.id) is sequence
 
 
 class Backlog:

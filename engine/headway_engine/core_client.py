@@ -102,6 +102,7 @@ class CoreClient:
         self.limits: Limits | None = None
         self.draining = False
         self.gone = asyncio.Event()
+        self.ending = asyncio.Event()  # draining or gone: nobody is let in any more
         self._telemetry = telemetry
         self._clock = clock
         self._end: FrontEnd | None = None
@@ -187,6 +188,7 @@ class CoreClient:
     def drain(self) -> None:
         """No newcomers from now on."""
         self.draining = True
+        self.ending.set()
         self._telemetry.draining = True
         if self.phase is not Phase.GONE:
             self._send(Drain())
@@ -236,6 +238,7 @@ class CoreClient:
             if not answer.done():
                 answer.set_exception(CoreGone(why))
         self.gone.set()
+        self.ending.set()
 
     async def _take(self, report: Report) -> None:
         now_s = self._clock()

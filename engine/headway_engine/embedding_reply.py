@@ -4,6 +4,7 @@ Knows nothing of routes, and nothing of how a vector is made.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -51,7 +52,7 @@ class EmbeddingsReply(CoreReply):
         self._model_name = model_name
         self._vectors: dict[RequestId, bytes] = {}
         self._prompt_tokens = sum(len(r.prompt) for r in requests)
-        self._refused: Rejected | None = None  # the latest input that was held back
+        self._refused: Rejected | None = None  # the latest input held back since one was answered
 
     def _note(self, exchange: Exchange) -> None:
         exchange.usage = Usage(self._prompt_tokens, 0, 0)
@@ -65,7 +66,8 @@ class EmbeddingsReply(CoreReply):
             if self._refused is not None and feed.idle and not feed.done:
                 if not feed.answered:
                     raise refusal(self._refused, "input")
-                await asyncio.sleep(self._refused.retry_after_s)
+                await self._pause(self._refused.retry_after_s)
+                self._refused = None
             if portion := feed.take():
                 # These wait from now on: the queue timeout is not for the whole call.
                 now_s = self._clock()
@@ -80,17 +82,30 @@ class EmbeddingsReply(CoreReply):
                 self._vectors[item.id] = item.vector
             case Finished(reason=FinishReason.STOP):
                 self._feed.end(item.id)
+                self._refused = None
+            case Finished(reason=FinishReason.TIMEOUT) if self._feed.answered:
+                # Between two portions nothing of the call runs, so the core takes the next for a newcomer.
+                self._hold_back(Rejected(item.id, RejectReason.QUEUE_FULL, item.message))
             case Finished():
                 raise failure(item)
             case Rejected(reason=RejectReason.QUEUE_FULL):
-                self._refused = item
-                self._feed.hold_back(item.id)
+                self._hold_back(item)
             case Rejected():
                 raise refusal(item, "input")
             case CutOff():
                 raise cut_off(item)
             case _:
                 pass  # it runs, or has to give way for a while
+
+    def _hold_back(self, refused: Rejected) -> None:
+        self._refused = refused
+        self._feed.hold_back(refused.id)
+
+    async def _pause(self, seconds: float) -> None:
+        """Before an input comes again. An engine that ends does not let the client wait for an answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._core.ending.wait()
 
     async def _body(self) -> bytes:
         vectors = [self._vectors[r.id] for r in self._requests]

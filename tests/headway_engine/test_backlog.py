@@ -30,6 +30,17 @@ def test_the_oldest_is_by_arrival_and_not_by_admission() -> None:
     assert backlog.oldest() is late
 
 
+def test_a_request_that_comes_again_is_as_old_as_it_is_then() -> None:
+    """Under the same id, as an input of a call that timed out does."""
+    backlog = Backlog()
+    first, other, again = a_sequence(1, arrival_s=1.0), a_sequence(2, arrival_s=2.0), a_sequence(1, 3.0)
+    backlog.add(first)
+    backlog.remove(first)
+    backlog.add(other)
+    backlog.add(again)
+    assert (backlog.oldest(), backlog.next_to_expire()) == (other, other)
+
+
 def test_removing_twice_counts_once() -> None:
     backlog = Backlog()
     sequence = a_sequence(1)

@@ -31,6 +31,7 @@ from headway_engine.text import Tokeniser
 from support import fake_engine
 from support.core_line import Bench, settle
 from support.engine_server import TINY_MODEL, engine_server, wait_until
+from support.eventually import eventually
 
 ONE = array("f", [1.0, 0.0]).tobytes()
 
@@ -174,11 +175,53 @@ async def test_an_input_that_fails_fails_the_call():
     assert "secret" not in body["error"]["message"]
 
 
+async def test_an_old_refusal_holds_nothing_up_any_more():
+    """One portion was refused for a minute; once another was answered, the rest follows at once."""
+    e = Embedding(4)
+    await settle()
+    for id in ("1", "2", "3"):
+        await e.refuse(id, retry_after_s=60.0)
+    await e.finish("0")
+    await e.finish("2", "3")  # nothing of the call is in the core now
+    assert e.submitted()[-1] == "1"
+    await e.finish("1")
+    assert (await e.answer())[0] == 200
+
+
+async def test_an_engine_that_ends_does_not_wait_for_a_refusal_to_pass():
+    """The call sleeps until its next try; a drain must not close its connection without an answer."""
+    for end in ("drain", "lose"):
+        e = Embedding(3)
+        await settle()
+        await e.finish("0")
+        await e.refuse("1", retry_after_s=3600.0)
+        await e.refuse("2", retry_after_s=3600.0)
+        if end == "drain":
+            e.bench.core.drain()
+            await settle()
+            await e.refuse(e.submitted()[-1], RejectReason.DRAINING)
+        else:
+            e.bench.core.lose("crashed")
+        assert (await e.answer())[0] == 503
+
+
 async def test_a_timeout_in_the_queue_is_a_429():
     e = Embedding(1)
     await settle()
     await e.bench.report(Finished("0", FinishReason.TIMEOUT, "waited"))
     assert (await e.answer())[0] == 429
+
+
+async def test_a_timeout_in_the_queue_does_not_end_a_call_that_has_begun():
+    """What comes between two portions may wait long: what was computed is not for nothing."""
+    e = Embedding(2, max_queued_requests=0, max_batch_sequences=1)
+    await settle()
+    await e.finish("0")
+    await e.bench.report(Finished("1", FinishReason.TIMEOUT, "waited"))
+    await eventually(lambda: len(e.submitted()) == 3, what="it comes again")
+    assert e.submitted() == ["0", "1", "1"]
+    await e.finish("1")
+    assert (await e.answer())[0] == 200
 
 
 async def test_nobody_waits_for_a_core_that_is_gone():
