@@ -58,10 +58,12 @@ class KeyValueCache:
         self.values = [_zeros((blocks, s.heads, block_tokens, s.value_width), dtype, device) for s in shapes]
 
     def scrub(self, blocks: Seq[int]) -> None:
-        """Zero these blocks; for contents that turned out not to be numbers."""
-        index = torch.tensor(list(blocks), device=self.keys[0].device)
+        """Zero those of these blocks that hold what is no number. The others may be a beginning that whoever
+        holds them shares with sequences that are well."""
+        index = torch.tensor(list(blocks), dtype=torch.long, device=self.keys[0].device)
         for tensor in (*self.keys, *self.values):
-            tensor[index] = 0
+            whole = torch.isfinite(tensor[index]).flatten(1).all(dim=1)
+            tensor[index[~whole]] = 0
 
 
 @dataclass(frozen=True, slots=True)

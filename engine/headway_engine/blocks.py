@@ -128,6 +128,14 @@ class BlockPool:
                 self._hash_of[block] = digest
                 self._block_of[digest] = block
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Make unfindable what this sequence alone holds: it went wrong, and nobody is to go on from it."""
+        for block in sequence.block_table:
+            digest = self._hash_of[block]
+            if digest is not None and self._references[block] == 1:
+                del self._block_of[digest]
+                self._hash_of[block] = None
+
     def release(self, sequence: Sequence) -> None:
         """Take back every block of a sequence; what is cached stays findable until it is handed out again."""
         # Tail first: beginnings are shared by more prompts than ends, so they shall live longest.

@@ -180,9 +180,13 @@ class Scheduler:
         return (self._finish(sequence, FinishReason.ABORT),) if sequence else ()
 
     def give_up(self, request_id: RequestId, message: str) -> tuple[Event, ...]:
-        """End one sequence as failed, and only it: one that poisons a step, say, before the step's commit."""
+        """End one sequence as failed, and only it: one that poisons a step, say, before the step's commit.
+        What it computed may be wrong, so the prefix cache forgets it."""
         sequence = self._roster.sequences.get(request_id)
-        return (self._finish(sequence, FinishReason.ERROR, message),) if sequence else ()
+        if sequence is None:
+            return ()
+        self.pool.withdraw(sequence)
+        return (self._finish(sequence, FinishReason.ERROR, message),)
 
     def expire(self, now_s: float) -> tuple[Event, ...]:
         """End requests that never ran and have waited the queue timeout (0: no timeout). A call of several

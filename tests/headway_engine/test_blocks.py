@@ -204,6 +204,17 @@ def test_forgetting_keeps_what_is_held() -> None:
     assert (pool.cached_blocks, pool.used_blocks) == (0, 3)
 
 
+def test_what_was_withdrawn_is_not_found_and_what_is_shared_stays() -> None:
+    pool = BlockPool(8, 4)
+    first = computed(pool, a_sequence((1,) * 5, "first"))
+    wrong = computed(pool, a_sequence((1,) * 4 + (2,) * 5, "wrong"))
+    pool.withdraw(wrong)
+    released(pool, wrong)
+    pool.check([first])
+    again = a_sequence((1,) * 4 + (2,) * 5, "again")
+    assert pool.match(again) == first.block_table[:1]
+
+
 def lose_a_block(pool: BlockPool, sequence: Sequence) -> None:
     sequence.block_table.pop()
     sequence.computed = 8

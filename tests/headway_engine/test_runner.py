@@ -115,6 +115,22 @@ def test_logits_that_are_no_numbers_name_their_sequence_and_poison_nobody() -> N
     assert tuple(heir.tokens[3:]) == tiny_models.greedy("llama", (3, 4, 5), 1)
 
 
+def test_what_is_no_number_takes_nothing_from_those_who_share_its_beginning() -> None:
+    """The blocks of a common beginning are whole, and stay."""
+    runner = runner_for(tiny_models.fresh("llama"))
+    common = [5, 6, 7, 8]
+    good = tiny_models.sequence("good", [*common, 9], (0, 1))
+    bad = tiny_models.sequence("bad", [*common, 3], (0, 2))
+    tiny_models.advance(runner, (good, 5), (bad, 5))
+    runner._cache.keys[0][2] = math.nan
+    with pytest.raises(StepError) as caught:
+        tiny_models.advance(runner, (bad, 1), (good, 1))
+    assert caught.value.sequence_ids == ("bad",)
+    for _ in range(3):
+        tiny_models.advance(runner, (good, 1))
+    assert tuple(good.tokens[5:]) == tiny_models.greedy("llama", (*common, 9), 4)
+
+
 def test_a_model_whose_paged_logits_differ_is_refused() -> None:
     """The self-check at the start: a module that scales its queries by position is not served wrongly."""
     model = tiny_models.fresh("llama")
