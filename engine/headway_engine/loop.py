@@ -8,6 +8,7 @@ HTTP nor torch nor how reports travel, so it runs in a process of its own or ins
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -232,30 +233,33 @@ class Loop:
     def _run_isolated(self, step: Step) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
         """The sampled tokens, and the sequences that failed with the reason.
 
-        When a step raises, it is tried once more without the sequences that the error blames, or one by one
-        when it blames none, so that a request that poisons the batch fails alone: computing a chunk again
-        writes the same keys and values to the same place.
+        When a step raises, it is tried again without the sequences that the error blames, or one by one when
+        it blames none, so that a request that poisons the batch fails alone: computing a chunk again writes
+        the same keys and values to the same place.
         """
         self._retried = False
-        try:
-            return dict(self._run(step)), {}
-        except Exception as error:  # noqa: BLE001 - whatever the model code raises, the process lives
-            self._retried = True
-            text = _words(error)
-            log.warning(fields("step-failed", sequences=len(step.chunks), tokens=step.tokens, error=text))
-            if getattr(error, "out_of_memory", False):
-                self._lower_tokens(step.tokens)
-            blamed = set(getattr(error, "sequence_ids", ()))
-        if len(step.chunks) == 1:
-            return {}, {step.chunks[0].sequence.id: text}
-        failed = {chunk.sequence.id: text for chunk in step.chunks if chunk.sequence.id in blamed}
-        rest = tuple(chunk for chunk in step.chunks if chunk.sequence.id not in blamed)
         sampled: dict[RequestId, SampledToken] = {}
-        for part in (rest,) if blamed and rest else ((chunk,) for chunk in rest):
+        failed: dict[RequestId, str] = {}
+        parts = deque((step,))
+        while parts:
+            part = parts.popleft()
             try:
-                sampled.update(self._run(Step(chunks=part)))
-            except Exception as error:  # noqa: BLE001
-                failed.update((chunk.sequence.id, _words(error)) for chunk in part)
+                sampled.update(self._run(part))
+                continue
+            except Exception as error:  # noqa: BLE001 - whatever the model code raises, the process lives
+                text = _words(error)
+                if part is step:
+                    self._retried = True
+                    log.warning(
+                        fields("step-failed", sequences=len(step.chunks), tokens=step.tokens, error=text)
+                    )
+                    if getattr(error, "out_of_memory", False):
+                        self._lower_tokens(step.tokens)
+                ids = {chunk.sequence.id for chunk in part.chunks}
+                blamed = ids if len(ids) == 1 else ids.intersection(getattr(error, "sequence_ids", ()))
+            failed.update(dict.fromkeys(blamed, text))
+            rest = tuple(chunk for chunk in part.chunks if chunk.sequence.id not in blamed)
+            parts.extend(Step(chunks) for chunks in ((rest,) if blamed and rest else ((c,) for c in rest)))
         for request_id, message in failed.items():
             # The front end logs it at level error, with what is known of the request there.
             log.debug(fields("request-failed", id=request_id, error=message))

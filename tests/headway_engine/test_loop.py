@@ -244,6 +244,29 @@ def test_a_step_that_names_its_culprit_is_repeated_once_without_it():
     assert b.events("a")[-1] == b.events("a")[-1].__class__("a", FinishReason.LENGTH)
 
 
+def test_a_second_culprit_takes_nobody_along():
+    """It shows itself only when the first is gone: a grammar fails before logits are looked at, say."""
+
+    def run(step):
+        here = [c.sequence.id for c in step.chunks]
+        for culprit in ("bad", "worse"):
+            if culprit in here:
+                raise BlamingError(culprit)
+        return {c.sequence.id: SampledToken(7) for c in step.chunks if c.samples}
+
+    b = Bench(run=run)
+    for id in ("a", "worse", "bad", "c"):
+        b.submit(id, max_tokens=1)
+    b.turn()
+    ends = {id: b.events(id)[-1].reason for id in ("a", "bad", "worse", "c")}
+    assert ends == {
+        "a": FinishReason.LENGTH,
+        "bad": FinishReason.ERROR,
+        "worse": FinishReason.ERROR,
+        "c": FinishReason.LENGTH,
+    }
+
+
 def test_a_step_that_runs_out_of_memory_lowers_the_token_budget_once():
     """Its requests are tried one by one; the new limit is reported, with a new generation."""
 
