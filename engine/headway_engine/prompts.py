@@ -59,12 +59,7 @@ async def encode_prompts(call: Call, serving: Serving) -> list[list[int]]:
     limit = serving.ready.capacity.max_model_tokens - call.generates  # room for one token of output
     await check_grammar(call, serving)
     if call.messages:
-        try:
-            text = render_call(call, tokeniser)
-        except RecursionError:
-            raise bad_request(
-                "messages: what they or the tools contain is nested too deeply", "messages"
-            ) from None
+        text = render_call(call, tokeniser)
         ids = await encode_text(tokeniser, tokeniser.encode_chat, text, limit, "messages")
         return [checked(ids, limit, serving.vocab_size, "messages")]
     prompts = []
@@ -108,7 +103,10 @@ def render_call(call: Call, tokeniser: Tokeniser) -> str:
             "tools",
         )
     if not tokeniser.knows_tools and (functions or any(m["tool_calls"] for m in messages)):
-        messages, functions = told(messages, functions), ()
+        try:
+            messages, functions = told(messages, functions), ()
+        except RecursionError:
+            raise nested_too_deeply() from None
     return render(
         tokeniser, messages, add_generation_prompt=True, tools=functions or None, **call.template_values
     )
@@ -120,6 +118,12 @@ def render(tokeniser: Tokeniser, messages: Any, /, **values: Any) -> str:
         return tokeniser.render_chat(messages, **values)
     except TextError as error:
         raise bad_request(str(error), "messages", "chat_template") from error
+    except RecursionError:
+        raise nested_too_deeply() from None
+
+
+def nested_too_deeply() -> ApiError:
+    return bad_request("messages: what they or the tools contain is nested too deeply", "messages")
 
 
 async def encode_text(
@@ -176,6 +180,8 @@ def build(
         )
     if any(token >= serving.vocab_size for token, _ in asked.logit_bias):
         raise bad_request("logit_bias: a token id is outside the vocabulary", "logit_bias")
+    if any(token >= serving.vocab_size for token in asked.stop_token_ids):
+        raise bad_request("stop_token_ids: a token id is outside the vocabulary", "stop_token_ids")
     entries = sum(map(len, prompts)) * call.n * (asked.prompt_logprobs + 1)
     if entries > openai.MAX_SCORES:
         raise bad_request(
@@ -191,6 +197,7 @@ def build(
     for number, prompt in enumerate(prompts):
         room = context - len(prompt)
         max_tokens = min(asked.max_tokens or room, room) if call.generates else 0
+        echo = tokeniser.decode(prompt) if call.echo and not call.scores else ""
         for sample in range(call.n):
             index = number * call.n + sample
             sampling = msgspec.structs.replace(
@@ -222,7 +229,7 @@ def build(
                     stops=call.stops,
                     stop_token_ids=ends,
                     min_tokens=sampling.min_tokens,
-                    echo=tokeniser.decode(prompt) if call.echo and not call.scores else "",
+                    echo=echo,
                     scored=call.scores,
                     calls=_reader(call),
                 )
@@ -270,6 +277,8 @@ def _encode_input(number: int, one: Prompt, serving: Serving) -> list[int]:
     if over:
         message = f"input[{number}]: {over} tokens; this model takes at most {limit}"
         raise bad_request(message, "input", "context_length_exceeded")
+    if not ids:  # some tokenizers make nothing of a text
+        raise bad_request(f"input[{number}]: has no tokens", "input")
     return known(ids, serving.vocab_size, "input")
 
 

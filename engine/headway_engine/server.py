@@ -218,15 +218,15 @@ def tenant_of(http: HttpRequest, keys: KeyRing | None) -> str:
 
 def asked_for(call: Call, model: str) -> Asked:
     """What may be told of a call: nothing of what was written."""
-    sampling = call.sampling
+    sampling, unsaid = call.sampling, call.unsaid
     return Asked(
         operation="chat" if call.kind is Kind.CHAT else "text_completion",
         model=model,
         stream=call.stream,
         samples=call.n,
         max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        temperature=None if "temperature" in unsaid else sampling.temperature,
+        top_p=None if "top_p" in unsaid else sampling.top_p,
         top_k=sampling.top_k,
     )
 

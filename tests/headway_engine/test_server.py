@@ -13,6 +13,7 @@ import pytest
 from headway_engine.server import INLINE_BODY_BYTES, parsed
 from support import fake_engine
 from support.engine_server import engine_server, wait_until
+from support.hostile_schemas import deep
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -257,12 +258,14 @@ def test_api_keys_say_who_asks(tmp_path):
         ("/v1/completions", {"prompt": "a" * 102_400}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 5000}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [2, 99_999]}, 400, "stop_token_ids"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 9999}]}, 400, "messages"),
         ("/v1/rerank", {"query": "a"}, 404, None),
         ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [deep(250)]}]}, 400, "messages"),
         ("/detokenize", {"tokens": [99_999]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, 400, "tokens"),
     ],

@@ -106,6 +106,7 @@ def test_a_stream_of_a_chat_is_traced_to_its_end(traced):
     assert answer.text.endswith("data: [DONE]\n\n")
     said = attributes(c.of("stream"))
     assert (said["gen_ai.operation.name"], said["gen_ai.request.stream"]) == ("chat", True)
+    assert not {"gen_ai.request.temperature", "gen_ai.request.top_p"} & said.keys(), "nobody asked for one"
     assert (said["gen_ai.usage.output_tokens"], said["headway.outcome"]) == (3, "answered")
 
 
