@@ -129,8 +129,8 @@ class PaddedBatch:
             # The heads that share keys stand as so many queries, or sdpa might repeat the keys for each.
             attended = sdpa(
                 query[0, :, part.rows].transpose(0, 1).reshape(len(part.rows), keys.shape[1], -1, width),
-                _gather(keys, part.tables),
-                _gather(values, part.tables),
+                gather(keys, part.tables),
+                gather(values, part.tables),
                 attn_mask=part.mask,
                 scale=scaling,
             )
@@ -142,8 +142,8 @@ class PaddedBatch:
             else:
                 context = chunk.start + chunk.length
                 mask = _causal_mask(chunk, query.device)
-                chunk_keys = _gather(keys, chunk.blocks[None])[:, :, :context]
-                chunk_values = _gather(values, chunk.blocks[None])[:, :, :context]
+                chunk_keys = gather(keys, chunk.blocks[None])[:, :, :context]
+                chunk_values = gather(values, chunk.blocks[None])[:, :, :context]
             attended = sdpa(
                 query[:, :, rows],
                 chunk_keys,
@@ -267,7 +267,7 @@ def _decode_slice(
     )
 
 
-def _gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """[blocks, heads, block_tokens, width] by [rows, n] -> [rows, heads, n * block_tokens, width]."""
     rows, n = tables.shape
     _, heads, size, width = cache.shape

@@ -30,8 +30,7 @@ BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCABULARY = len(BYTE_SPECIALS) + 256
 _CACHE_VERSION = "1"  # part of every name in the cache: raise it when a converter changes
 
-_SMALL_HF_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-_WEIGHT_HF_FILES = (*_SMALL_HF_FILES, "*.safetensors")
+_WEIGHT_HF_FILES = (*tokenizer_files.SMALL, "*.safetensors")
 _OTHER_COPIES = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
 """The same weights in other forms, which some repositories carry beside them."""
 
@@ -199,7 +198,7 @@ def _resolve_hub(
     repository = repository.strip("/")
     if not 1 <= len(repository.split("/")) <= 2 or not repository:
         raise ModelError(f"model: {uri!r} must look like hf://ORG/NAME")
-    folder = snapshot(repository, revision, _SMALL_HF_FILES, progress)
+    folder = snapshot(repository, revision, tokenizer_files.SMALL, progress)
     tokenizer = _tokenizer_folder(folder, cache_dir)
     return ModelSource(
         uri, revision, SourceKind.HUB, cache_dir, tokenizer, path=folder, repository=repository

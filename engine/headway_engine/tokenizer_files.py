@@ -12,7 +12,8 @@ from headway_engine.model_error import ModelError
 
 FAST = "tokenizer.json"
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+"""Every file of a repository that is no weights."""
 
 
 def has_any(folder: Path) -> bool:
@@ -23,7 +24,7 @@ def has_any(folder: Path) -> bool:
 def digest(folder: Path) -> str:
     """Changes with every file that a conversion may read."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in _SMALL for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in SMALL for path in folder.glob(pattern)}):
         found.update(f"{path.name} {path.stat().st_size} ".encode())
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from headway_engine.attention import KeyValueCache
+from headway_engine.attention import KeyValueCache, gather
 
 Array = np.ndarray[Any, Any]
 
@@ -79,8 +79,8 @@ class GatherKernel:
         places = torch.arange(length, dtype=torch.int32, device=query.device)
         attended = sdpa(
             query.reshape(count, kv_heads, heads // kv_heads, width),
-            _gather(keys, rows.tables),
-            _gather(values, rows.tables),
+            gather(keys, rows.tables),
+            gather(values, rows.tables),
             attn_mask=(places[None, :] < rows.contexts[:, None])[:, None, None, :],
             scale=scale,
         )
@@ -97,8 +97,8 @@ class GatherKernel:
             columns = torch.arange(end, device=query.device)
             attended = sdpa(
                 query[first : first + length].transpose(0, 1)[None],
-                _gather(keys, rows.tables[i : i + 1, :used])[:, :, :end],
-                _gather(values, rows.tables[i : i + 1, :used])[:, :, :end],
+                gather(keys, rows.tables[i : i + 1, :used])[:, :, :end],
+                gather(values, rows.tables[i : i + 1, :used])[:, :, :end],
                 attn_mask=columns[None, :] <= columns[end - length :, None],
                 scale=scale,
                 enable_gqa=query.shape[1] != keys.shape[1],
@@ -204,11 +204,3 @@ def _tables(rows: Seq[tuple[int, Seq[int]]], size: int) -> Array:
         tables[row, :count] = table[:count]
         tables[row, count:] = table[0]
     return tables
-
-
-def _gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """[blocks, heads, block_tokens, width] by [rows, n] -> [rows, heads, n * block_tokens, width]."""
-    rows, n = tables.shape
-    _, heads, size, width = cache.shape
-    found = cache.index_select(0, tables.reshape(-1)).view(rows, n, heads, size, width)
-    return found.transpose(1, 2).reshape(rows, heads, n * size, width)
