@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from headway_engine.answers import bad_request
+from headway_engine.bodies import Count
 from headway_engine.messages import Embeddings
-from headway_engine.openai import Count, Prompt, decode, prompts_of
+from headway_engine.openai import Prompt, decode, prompts_of
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Request, RequestId
 

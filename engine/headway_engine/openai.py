@@ -1,4 +1,4 @@
-"""OpenAI's bodies: what a client may ask. Pure: bytes in, a Call out.
+"""OpenAI's bodies understood: what a client asks for, or which field is wrong. Pure: bytes in, a Call out.
 
 Bad input ends here, as an ApiError that names the field; the core sees only what can be run. Knows
 nothing of sockets, tokenizers and scheduling.
@@ -8,177 +8,32 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from headway_engine.answers import Kind, bad_request
-from headway_engine.operations import precisely
+from headway_engine.bodies import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    SEED_SPACE,
+    ChatBody,
+    Common,
+    CompletionBody,
+    Message,
+    StreamOptions,
+    TokenIds,
+)
 from headway_engine.sequence import SamplingParams
-from headway_engine.structured import ResponseFormat, StructuredOutputs, response_grammar, structured_grammar
-from headway_engine.tools import Tool, ToolChoice, Tools, understood
+from headway_engine.structured import response_grammar, structured_grammar
+from headway_engine.tools import Tools, understood
 
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_MESSAGES = 1 << 14
-MAX_DETOKENIZE = 1 << 18
-MAX_SCORES = 1 << 19
-"""Bounds of what one request may cost everybody else, in the front end or in a step."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions. Chats run to the context's end when nothing is said."""
 MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters of sampling for which a model may have its own default (generation_config.json)."""
-_SEED_SPACE = 1 << 63
-
-
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
-PositiveProbability = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Count = Annotated[int, Meta(ge=1, le=1 << 31)]
-CountOrZero = Annotated[int, Meta(ge=0, le=1 << 31)]
-TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
-TokenIds = list[TokenId]
-
-# What the types of these fields leave to the code below, for the API's schema.
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 1 << 31}}
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-PromptField = Annotated[
-    str | list[Any],
-    precisely({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}),
-]
-StopField = Annotated[
-    str | list[str] | None,
-    precisely({"anyOf": [_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}, {"type": "null"}]}),
-]
-LogitBias = Annotated[
-    dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None,
-    precisely(
-        {
-            "type": ["object", "null"],
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "maxProperties": MAX_LOGIT_BIAS,
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "description": "token id to bias",
-        }
-    ),
-]
-Content = Annotated[
-    str | list[dict[str, Any]] | None,
-    precisely({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
-]
-
-
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding against traffic analysis; we send none
-
-
-class _Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both routes. None means the same as absent, as OpenAI has it."""
-
-    model: str = ""
-    max_tokens: Count | None = None
-    min_tokens: CountOrZero | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveProbability | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Probability | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    seed: Annotated[int, Meta(ge=-_SEED_SPACE, le=_SEED_SPACE - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    stop: StopField = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: LogitBias = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    # Taken and without effect, because they ask for nothing that an engine does.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-
-class CompletionBody(_Common, kw_only=True, forbid_unknown_fields=True):
-    """/v1/completions."""
-
-    prompt: PromptField
-    max_tokens: CountOrZero | None = None  # 0, with echo: only score the prompt
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    echo: bool | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[str | None, precisely({"enum": ["", None]})] = None
-
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message of a chat. Content in parts must be text."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: Content = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    # What the official client's message objects carry along when they are sent back, without effect.
-    parsed: Any = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-
-class ChatBody(_Common, kw_only=True, forbid_unknown_fields=True):
-    """/v1/chat/completions."""
-
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Any] | None, precisely({"enum": [[], None]})] = None
-    function_call: Annotated[Any, precisely({"enum": ["none", "auto", None]})] = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    modalities: Annotated[list[str] | None, precisely({"enum": [["text"], None]})] = None
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """/tokenize: a prompt, or messages."""
-
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """/detokenize."""
-
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZE)]
-    model: str = ""
 
 
 Prompt = str | tuple[int, ...]
@@ -291,7 +146,7 @@ def parse_chat(body: bytes) -> Call:
 
 def _call(
     kind: Kind,
-    b: _Common,
+    b: Common,
     *,
     max_tokens: int,
     logprobs: int,
@@ -320,7 +175,7 @@ def _call(
         presence_penalty=_or(b.presence_penalty, 0.0),
         frequency_penalty=_or(b.frequency_penalty, 0.0),
         repetition_penalty=_or(b.repetition_penalty, 1.0),
-        seed=secrets.randbelow(_SEED_SPACE) if b.seed is None else b.seed % _SEED_SPACE,
+        seed=secrets.randbelow(SEED_SPACE) if b.seed is None else b.seed % SEED_SPACE,
         logit_bias=_logit_bias(b.logit_bias or {}),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else -1,
@@ -351,7 +206,7 @@ def _call(
     )
 
 
-def _grammar(b: _Common, offered: Tools | None) -> tuple[str, str]:
+def _grammar(b: Common, offered: Tools | None) -> tuple[str, str]:
     """What the output must obey, and the field that says so."""
     wanted = {
         "response_format": response_grammar(b.response_format),
@@ -479,4 +334,4 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 def seed_of(call: Call, index: int) -> int:
     """The seed of choice `index`. The first has the client's own; siblings have derived ones, or n samples
     would be n times the same."""
-    return (call.sampling.seed + index * 0x9E3779B97F4A7C15) % _SEED_SPACE
+    return (call.sampling.seed + index * 0x9E3779B97F4A7C15) % SEED_SPACE

@@ -15,6 +15,7 @@ import msgspec
 
 from headway_engine import openai
 from headway_engine.answers import ApiError, bad_request
+from headway_engine.bodies import MAX_SCORES
 from headway_engine.embeddings import MAX_CALL_TOKENS, EmbeddingsCall, check_dimensions
 from headway_engine.generation import Choice
 from headway_engine.grammar import GrammarError
@@ -183,9 +184,9 @@ def build(
     if any(token >= serving.vocab_size for token in asked.stop_token_ids):
         raise bad_request("stop_token_ids: a token id is outside the vocabulary", "stop_token_ids")
     entries = sum(map(len, prompts)) * call.n * (asked.prompt_logprobs + 1)
-    if entries > openai.MAX_SCORES:
+    if entries > MAX_SCORES:
         raise bad_request(
-            f"logprobs: {entries} log-probabilities of prompts are more than {openai.MAX_SCORES}; send fewer "
+            f"logprobs: {entries} log-probabilities of prompts are more than {MAX_SCORES}; send fewer "
             "prompts at a time",
             "logprobs",
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from headway_engine import openai
+from headway_engine import bodies
 from headway_engine.embeddings import EmbeddingsBody
 from headway_engine.operations import Answer, Operation, Operations, Port, document
 from headway_engine.protocol import TENANT_HEADER
@@ -279,7 +279,7 @@ OPERATIONS: Operations = {
             "With `stream`, the answer is `text/event-stream`: events `data: {...}` as in `itemSchema`, "
             "then `data: [DONE]`. What fails after the first token is an event with an error, and no [DONE]."
         ),
-        body=openai.ChatBody,
+        body=bodies.ChatBody,
         examples={
             "whole": {**_ASKED, "messages": [{"role": "user", "content": "What is the capital of France?"}]},
             "stream": {
@@ -304,7 +304,7 @@ OPERATIONS: Operations = {
         tag="generate",
         summary="Continue prompts",
         description="Streams as chats do.",
-        body=openai.CompletionBody,
+        body=bodies.CompletionBody,
         examples={
             "whole": {**_ASKED, "prompt": "The capital of France is"},
             "stream": {**_ASKED, "prompt": "The capital of France is", "stream": True},
@@ -363,7 +363,7 @@ OPERATIONS: Operations = {
         id="tokenize",
         tag="tokens",
         summary="Turn a prompt, or messages, into token ids",
-        body=openai.TokenizeBody,
+        body=bodies.TokenizeBody,
         examples={"prompt": {"prompt": "The capital of France is"}},
         answers={
             200: Answer(description="the tokens", type=Tokens),
@@ -378,7 +378,7 @@ OPERATIONS: Operations = {
         id="detokenize",
         tag="tokens",
         summary="Turn token ids into text",
-        body=openai.DetokenizeBody,
+        body=bodies.DetokenizeBody,
         examples={"ids": {"tokens": [1, 2, 3]}},
         answers={
             200: Answer(description="the text", type=Text),

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from headway_engine import answers, openai
 from headway_engine.answers import ApiError, Kind, bad_request
+from headway_engine.bodies import DetokenizeBody, TokenizeBody
 from headway_engine.core_client import DRAINING_RETRY_S, GONE, STARTING_RETRY_S, CoreClient, Phase
 from headway_engine.embedding_reply import EmbeddingsReply
 from headway_engine.embeddings import most_at_once, parse_embeddings
@@ -306,7 +307,7 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     async def tokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
-        body = await parsed(partial(openai.decode, type=openai.TokenizeBody), await read_body(http))
+        body = await parsed(partial(openai.decode, type=TokenizeBody), await read_body(http))
         front.check_model(body.model)
         limit = serving.ready.capacity.max_model_tokens
         if (body.prompt is None) == (body.messages is None):
@@ -328,7 +329,7 @@ def public_app(front: Front, watchers: Sequence[Watcher] = ()) -> ASGIApp:
     async def detokenize(http: HttpRequest) -> Response:
         serving = front.serving()
         tenant_of(http, front.keys)
-        body = await parsed(partial(openai.decode, type=openai.DetokenizeBody), await read_body(http))
+        body = await parsed(partial(openai.decode, type=DetokenizeBody), await read_body(http))
         front.check_model(body.model)
         if any(id >= serving.tokeniser.vocab_size for id in body.tokens):
             raise bad_request("tokens: a token id is outside the vocabulary", "tokens")

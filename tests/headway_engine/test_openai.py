@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway_engine import openai
+from headway_engine import bodies, openai
 from headway_engine.answers import ApiError
 
 PROMPT = {"prompt": "hi"}
@@ -33,7 +33,7 @@ BAD_FIELDS = [
     ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"1": None}), ("logit_bias", []),
     ("stream", "yes"), ("stream_options", {"include_usage": True}), ("priority", 1001),
     ("priority", "high"), ("ignore_eos", 3), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
-    ("stop_token_ids", list(range(openai.MAX_STOP_TOKEN_IDS + 1))),
+    ("stop_token_ids", list(range(bodies.MAX_STOP_TOKEN_IDS + 1))),
     ("no_such_field", 1), ("user", 5),
 ]  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_bad_completions(fields, param):
         ({"modalities": ["audio"]}, "modalities"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"messages": CHAT["messages"] * (openai.MAX_MESSAGES + 1)}, "messages"),
+        ({"messages": CHAT["messages"] * (bodies.MAX_MESSAGES + 1)}, "messages"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tools": None}}, "chat_template_kwargs"),
@@ -134,9 +134,9 @@ def test_bodies_that_are_no_object(body):
 
 def test_more_ids_than_are_worth_decoding_are_refused():
     """A decode of millions would hold up every stream."""
-    many = {"tokens": [1] * (openai.MAX_DETOKENIZE + 1)}
+    many = {"tokens": [1] * (bodies.MAX_DETOKENIZE + 1)}
     with pytest.raises(ApiError) as caught:
-        openai.decode(json.dumps(many).encode(), openai.DetokenizeBody)
+        openai.decode(json.dumps(many).encode(), bodies.DetokenizeBody)
     assert (caught.value.status, caught.value.param) == (400, "tokens")
 
 

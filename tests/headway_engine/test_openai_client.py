@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
-from headway_engine.openai import ChatBody, CompletionBody
+from headway_engine.bodies import ChatBody, CompletionBody
 from support.engine_server import TINY_MODEL, engine_server, wait_until
 from support.fake_engine import COMMAND
 from support.resources import Json
