@@ -14,17 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_engine.fused import build
-from headway_engine.fused.llama import FusedRunner
-from headway_engine.lean.graphs import EagerRecorder, buckets
-from headway_engine.lean.kernels import GatherKernel
-from headway_engine.lean.runner import LeanRunner
+from headway_engine.lean.graphs import buckets
 from headway_engine.protocol import BatchingMode, Capacity, Limits
-from headway_engine.runner import Runner, TransformersRunner
+from headway_engine.runner import Runner
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import Finished, Request, Sequence, TokenOut
 from headway_engine.tenants import Tenant, TenantPolicy
-from support import tiny_models
+from support import runners, tiny_models
 
 MOST_TOKENS = 24
 """Output tokens of the reference; requests ask for up to this many."""
@@ -40,31 +36,19 @@ PROMPTS = tuple(
 
 
 RUNNERS = {
-    "padded": ("llama", "qwen2", "gpt2"),  # transformers, attention by torch alone
-    "kernel": ("llama", "qwen2", "gpt2", "llama-wide"),  # transformers, attention by the C++ kernel
-    "fused": ("llama", "qwen2", "llama-wide"),  # the whole step in C++
-    "lean": ("qwen3",),  # the accelerator's forward pass, attention by torch alone
-    "lean graphs": ("llama", "qwen2"),  # with a kernel, decodes in padded sizes and static memory
+    "padded": ("llama", "qwen2", "gpt2"),
+    "kernel": ("llama", "qwen2", "gpt2", "llama-wide"),
+    "fused": ("llama", "qwen2", "llama-wide"),
+    "lean": ("qwen3",),
+    "lean graphs": ("llama", "qwen2"),
 }
 
 
 @cache
 def runner_of(kind: str, architecture: str) -> Runner:
     """One runner for all histories of an architecture; blocks keep what earlier histories wrote."""
-    model = tiny_models.fresh(architecture)
-    if kind == "padded":
-        return TransformersRunner(model, capacity(64))
-    if kind == "lean":
-        return LeanRunner(model, capacity(64))
-    if kind == "lean graphs":  # more than one width, and nothing for eight rows of the widest
-        sizes = buckets(8, 25, by_width=True, most_cells=150)
-        return LeanRunner(model, capacity(64), GatherKernel(), EagerRecorder(), sizes)
-    library = build.kernels()
-    if library is None:
-        pytest.skip("no C++ compiler here")
-    if kind == "kernel":
-        return TransformersRunner(model, capacity(64), library)
-    return FusedRunner(model, capacity(64), library, threads=1)
+    sizes = buckets(8, 25, by_width=True, most_cells=150)  # many widths; none for eight rows of the widest
+    return runners.fresh(kind, architecture, capacity(64), sizes)
 
 
 def capacity(blocks: int) -> Capacity:

@@ -15,11 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_engine.fused import build
-from headway_engine.fused.llama import FusedRunner
-from headway_engine.lean.graphs import EagerRecorder
-from headway_engine.lean.kernels import GatherKernel
-from headway_engine.lean.runner import LeanRunner
 from headway_engine.pooling import Pooler, base_of, hidden_rows
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.runner import Runner, TransformersRunner
@@ -36,13 +31,13 @@ from headway_engine.sequence import (
     VectorOut,
 )
 from headway_engine.stepping import StepError
-from support import tiny_models
+from support import runners, tiny_models
 
 RUNNERS = {
     "padded": ("llama", "qwen2", "gpt2"),
     "kernel": ("llama", "gpt2"),
     "fused": ("llama", "qwen2", "llama-wide"),
-    "lean": ("llama",),
+    "lean graphs": ("llama",),
 }
 KINDS = [(kind, architecture) for kind, names in RUNNERS.items() for architecture in names]
 
@@ -64,17 +59,7 @@ def capacity(blocks: int = 64) -> Capacity:
 
 @cache
 def runner_of(kind: str, architecture: str) -> Runner:
-    model = tiny_models.fresh(architecture)
-    if kind == "padded":
-        return TransformersRunner(model, capacity())
-    if kind == "lean":
-        return LeanRunner(model, capacity(), GatherKernel(), EagerRecorder())
-    library = build.kernels()
-    if library is None:
-        pytest.skip("no C++ compiler here")
-    if kind == "kernel":
-        return TransformersRunner(model, capacity(), library)
-    return FusedRunner(model, capacity(), library, threads=1)
+    return runners.fresh(kind, architecture, capacity())
 
 
 @cache

@@ -12,13 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway_engine.fused import build
-from headway_engine.fused.llama import FusedRunner
-from headway_engine.lean.graphs import EagerRecorder
-from headway_engine.lean.kernels import GatherKernel
-from headway_engine.lean.runner import LeanRunner
 from headway_engine.protocol import Capacity, Limits
-from headway_engine.runner import Runner, TransformersRunner
+from headway_engine.runner import Runner
 from headway_engine.scheduler import SCORES_IN_EVENT, Scheduler
 from headway_engine.sequence import (
     NO_TOKEN,
@@ -35,7 +30,7 @@ from headway_engine.sequence import (
     TokenOut,
 )
 from headway_engine.stepping import LEAST_LOGIT_ROWS, StepError, logit_rows, most_logit_rows, parts
-from support import tiny_models
+from support import runners, tiny_models
 
 TOP = 3
 SHARED = tuple((5 * j + 8) % 290 + 3 for j in range(21))
@@ -47,7 +42,13 @@ PROMPTS = (
     (*SHARED, 41, 51, 17),
     tuple((31 * j + 14) % 290 + 3 for j in range(60)),
 )
-KINDS = [("padded", "llama"), ("padded", "gpt2"), ("kernel", "gpt2"), ("fused", "llama"), ("lean", "llama")]
+KINDS = [
+    ("padded", "llama"),
+    ("padded", "gpt2"),
+    ("kernel", "gpt2"),
+    ("fused", "llama"),
+    ("lean graphs", "llama"),
+]
 
 
 def capacity(blocks: int) -> Capacity:
@@ -62,17 +63,7 @@ def capacity(blocks: int) -> Capacity:
 
 @cache
 def runner_of(kind: str, architecture: str) -> Runner:
-    model = tiny_models.fresh(architecture)
-    if kind == "padded":
-        return TransformersRunner(model, capacity(64))
-    if kind == "lean":
-        return LeanRunner(model, capacity(64), GatherKernel(), EagerRecorder())
-    library = build.kernels()
-    if library is None:
-        pytest.skip("no C++ compiler here")
-    if kind == "kernel":
-        return TransformersRunner(model, capacity(64), library)
-    return FusedRunner(model, capacity(64), library, threads=1)
+    return runners.fresh(kind, architecture, capacity(64))
 
 
 @cache
