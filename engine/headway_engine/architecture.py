@@ -8,9 +8,7 @@ would answer wrongly must not start. Knows nothing of weights, caches and device
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headway_engine.model_error import ModelError
-
-ELSEWHERE = "run it on the vllm runtime"
+from headway_engine.model_error import ELSEWHERE, ModelError
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -33,7 +31,7 @@ def refusal(module: Any, config: Any, max_model_tokens: int) -> str | None:
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
         kinds = ", ".join(sorted(other))
-        return f"it has {kinds} layers (a state-space or hybrid model); run it on the vllm or sglang runtime"
+        return f"it has {kinds} layers (a state-space or hybrid model); {ELSEWHERE}"
     if not getattr(type(module), "_supports_attention_backend", False):
         return f"its modelling code does not take transformers' attention interface; {ELSEWHERE}"
     if (window := window_in_use(config)) is not None and window < max_model_tokens:

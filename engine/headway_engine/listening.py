@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 
-from headway_engine.model_error import ModelError
+from headway_engine.model_error import ELSEWHERE, ModelError
 
 LISTEN = "headway_listen"
 
@@ -36,7 +36,7 @@ def attention_calls(module: Any, device: torch.device) -> list[dict[str, Any]]:
     except Exception as error:
         raise ModelError(
             f"model: {type(module).__name__} does not run with a registered attention function: {error}; "
-            "run it on the vllm runtime"
+            f"{ELSEWHERE}"
         ) from error
     finally:
         module.set_attn_implementation(before)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway_engine.architecture import context_limit, refusal, unheard
 from headway_engine.devices import choose_device, choose_dtype
 from headway_engine.listening import attention_calls
+from headway_engine.logs import fields
 from headway_engine.model_source import (
     ModelError,
     ModelSource,
@@ -86,9 +87,8 @@ def load(
     compute = choose_dtype(dtype, target)
     if target.type == "cpu" and compute not in (torch.float32, choose_dtype("auto", target)):
         # Right, and slow; the lean path widens bfloat16 while it reads, so it is no reason to refuse.
-        log.warning(
-            "dtype: this CPU imitates %s; through transformers, float32 is several times faster", dtype
-        )
+        why = "this CPU imitates it; through transformers, float32 is several times faster"
+        log.warning(fields("slow-dtype", dtype=dtype, why=why))
     if source.shape is not None:
         if quantize:
             raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")

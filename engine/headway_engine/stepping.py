@@ -13,6 +13,7 @@ from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
 from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
+from headway_engine.model_error import ELSEWHERE
 from headway_engine.pooling import Pooler, hidden_rows
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import NotFinite, Picker, sample, score
@@ -178,8 +179,7 @@ class StepRunner:
         if not difference <= tolerance:
             raise ModelError(
                 f"model: {self._model.description}: paged attention differs from the model's own by "
-                f"{difference:.2g} of the largest logit, so some feature of it is not handled; run it on the "
-                "vllm runtime"
+                f"{difference:.2g} of the largest logit, so some feature of it is not handled; {ELSEWHERE}"
             )
 
 
@@ -221,13 +221,11 @@ def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:
     finally:
         module.set_attn_implementation(before)
     if out.logits.shape[1] != 1:
-        raise ModelError(
-            f"model: {type(module).__name__} does not take logits_to_keep; run it on the vllm runtime"
-        )
+        raise ModelError(f"model: {type(module).__name__} does not take logits_to_keep; {ELSEWHERE}")
     if sorted(shapes) != list(range(len(shapes))) or not shapes:
         raise ModelError(
             f"model: {type(module).__name__} calls attention in layers {sorted(shapes)}, which cannot be "
-            "paged; run it on the vllm runtime"
+            f"paged; {ELSEWHERE}"
         )
     return shapes
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from headway_engine.logs import fields
-from headway_engine.model_error import ModelError
+from headway_engine.model_error import ELSEWHERE, ModelError
 from headway_engine.quantization import named_method, on_the_fly
 
 log = logging.getLogger(__name__)
@@ -145,18 +145,16 @@ def _configuration(folder: Path) -> Mapping[str, Any]:
         )
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
-        code = (
-            " It comes with code of its own (auto_map), which is never run." if "auto_map" in config else ""
-        )
+        code = ", and code of its own (auto_map) is never run" if "auto_map" in config else ""
         raise ModelError(
             f"model: {folder} cannot be loaded as a causal language model: transformers knows no model_type "
-            f"{kind!r}.{code} Run it on the vllm runtime"
+            f"{kind!r}{code}; {ELSEWHERE}"
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
             f"model: {folder} cannot be loaded as a causal language model: transformers has none of "
             f"model_type {kind!r} (encoder-decoders and models of images or sound are not served); "
-            "run it on the vllm runtime"
+            f"{ELSEWHERE}"
         )
     return dict(config)
 

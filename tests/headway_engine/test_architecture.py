@@ -183,7 +183,7 @@ def test_it_is_refused_before_it_starts(
 ) -> None:
     """The sentence says why, and what to do instead."""
     folder = saved(tmp_path, kind, changes)
-    with pytest.raises(ModelError, match="runtime") as caught:
+    with pytest.raises(ModelError, match="another engine") as caught:
         build_runner(tiny_models.engine_config(runner="auto"), loaded(folder), CAPACITY)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 400

@@ -280,4 +280,4 @@ def test_a_dtype_that_the_cpu_only_imitates_is_warned_of(
         "headway_engine.model.choose_dtype", lambda name, _: native if name == "auto" else torch.bfloat16
     )
     tiny_models.fresh("gpt2", dtype="bfloat16")
-    assert ("this CPU imitates bfloat16" in caplog.text) is warns
+    assert ("slow-dtype dtype=bfloat16" in caplog.text) is warns
