@@ -357,7 +357,7 @@ def test_a_poisoned_input_fails_its_call_and_the_engine_lives(client):
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(slow_engine):
     """As for completions."""
     with httpx.Client(base_url=slow_engine.url, timeout=60) as http:
-        body = {"prompt": ["a"] * 4, "max_tokens": 200, "stream": True}
+        body = {"prompt": ["a"] * 4, "max_tokens": 900, "stream": True}  # longer than the test takes
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()  # kept: when it goes, the stream is closed
             next(lines)

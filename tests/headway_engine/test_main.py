@@ -111,7 +111,7 @@ def test_a_drain_that_is_cut_short_still_answers_everyone(tmp_path, how):
 
 
 def test_killing_the_core_answers_open_requests_and_ends_the_engine(tmp_path):
-    """Issue: a crash is seen; every open request hears of it; the exit status asks for a restart."""
+    """A crash is seen: every open request hears of it, and the exit status asks for a restart."""
     with toy(tmp_path, FAKE_STEP_S="0.05") as engine:
         stream = Stream(engine, max_tokens=900)
         whole = Stream(engine, max_tokens=900, stream=False)

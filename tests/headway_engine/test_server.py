@@ -350,7 +350,7 @@ def test_a_body_past_all_measure_is_refused_by_its_length(engine):
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(slow_engine):
     """Rows C.2 17 and C.6 58: which limit, and Retry-After; also for a stream, which has not begun yet."""
     with httpx.Client(base_url=slow_engine.url, timeout=60) as http:
-        body = {"prompt": ["a"] * 4, "max_tokens": 100, "stream": True}
+        body = {"prompt": ["a"] * 4, "max_tokens": 900, "stream": True}  # longer than the test takes
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
             next(lines)
@@ -464,7 +464,7 @@ def test_the_books_balance(engine, slow_engine):
 
 async def test_a_thousand_streams_at_once(engine):
     """Row C.8 80: every one is whole. Raw sockets: a thousand of httpx's cost more than the engine."""
-    engine.put_limits(max_queued_requests=5000)
+    engine.put_limits(max_queued_requests=5000, queue_timeout_ms=0)
     body = json.dumps({"prompt": "abc", "max_tokens": 8, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
