@@ -10,6 +10,7 @@ temperature. Knows nothing of keys, values and layers.
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from headway_engine.grammar import Allowed
@@ -144,6 +145,7 @@ def _edit(logits: torch.Tensor, sequences: Seq[Sequence], allowed: Allowed | Non
     if not rows:
         return logits
     edited = logits.clone()
+    _penalise_repeats(edited, sequences)
     for row in rows:
         _edit_row(edited[row], sequences[row], masks.get(row))
     return edited
@@ -160,14 +162,27 @@ def _edits(sequence: Sequence) -> bool:
     )
 
 
+def _penalise_repeats(edited: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    """The repetition penalty of all rows at once, in place: models that ask for it by default ask for it in
+    every row, over the whole context. Writing one value twice is harmless, so repeats need no counting."""
+    penalties = [s.request.sampling.repetition_penalty for s in sequences]
+    rows = [row for row, penalty in enumerate(penalties) if penalty != 1.0]
+    if not rows:
+        return
+    seen = [np.array(sequences[row].tokens, dtype=np.int64) for row in rows]
+    lengths = [len(tokens) for tokens in seen]
+    row_of = torch.from_numpy(np.repeat(rows, lengths)).to(edited.device)
+    token = torch.from_numpy(np.concatenate(seen)).to(edited.device)
+    by = torch.from_numpy(np.repeat(np.array([penalties[r] for r in rows], np.float32), lengths))
+    by = by.to(edited.device)
+    score = edited[row_of, token]
+    edited[row_of, token] = torch.where(score > 0, score / by, score * by)
+
+
 def _edit_row(row: torch.Tensor, sequence: Sequence, mask: torch.Tensor | None) -> None:
-    """In place. Writing the same value twice is harmless, so repeated tokens need no counting where a
-    penalty does not count them."""
+    """In place, all but the repetition penalty. Writing the same value twice is harmless, so repeated tokens
+    need no counting where a penalty does not count them."""
     p = sequence.request.sampling
-    if p.repetition_penalty != 1.0:
-        seen = torch.tensor(sequence.tokens, device=row.device)
-        score = row[seen]
-        row[seen] = torch.where(score > 0, score / p.repetition_penalty, score * p.repetition_penalty)
     said = sequence.tokens[sequence.prompt_len :]
     if said and (p.presence_penalty or p.frequency_penalty):
         index = torch.tensor(said, device=row.device)
