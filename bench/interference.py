@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="with SmolLM2's vocabulary")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine")
     args = parser.parse_args()
-    before = conditions()
+    before = conditions(args.model.rsplit("/", 1)[-1])
     prompt_tokens = args.max_model_len - 1  # one is left for the answer
     whole = args.max_model_len + DECODERS
     chunks = {size: int(size) for size in args.chunks.split(",")} | {"off": whole}

@@ -16,7 +16,7 @@ def cpu_words() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores, {' '.join(sets)}"
 
 
-def conditions() -> str:
-    """CPU and load average (1, 5, 15 minutes), for the line above a table."""
+def conditions(model: str = "SmolLM2-135M-Instruct") -> str:
+    """Model, CPU and load average (1, 5, 15 minutes), for the line above a table."""
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    return f"SmolLM2-135M-Instruct, {cpu_words()}, load average {load}"
+    return f"{model}, {cpu_words()}, load average {load}"

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="with SmolLM2's vocabulary")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine")
     args = parser.parse_args()
-    before = conditions()
+    before = conditions(args.model.rsplit("/", 1)[-1])
     traces = {
         f"Poisson, {args.rate:g} a second": make(args.requests, args.rate),
         f"Burst of {args.requests}": make(args.requests),
