@@ -106,11 +106,11 @@ def test_the_lines_of_one_request_say_whose_they_are():
 @given(st.text(), st.dictionaries(st.text(min_size=1), st.text() | st.integers() | st.floats() | st.none()))
 def test_whatever_is_logged_is_one_line_and_valid_json(text, values):
     """Control characters, quotes, half characters, infinities."""
-    line = logs.Line("event", {f"k{key}": value for key, value in {**values, "text": text}.items()})
+    line = logs.Line("event", {"text": text, **{f"k{key}": value for key, value in values.items()}})
     written = LineFormatter().format(record(line))
     assert not re.search(r"[\x00-\x1f\x7f]", written)
     said = json.loads(JsonFormatter().format(record(line)), parse_constant=pytest.fail)
-    assert said["ktext"] == text
+    assert said["text"] == text
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             assert said[f"k{key}"] == str(value)
