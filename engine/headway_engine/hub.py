@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway_engine.model_error import ModelError
+from headway_engine.model_error import ModelError, in_words
 
 _GIB = 1 << 30
 PROGRESS_EVERY_S = 5.0
@@ -69,8 +69,9 @@ def snapshot(
     except Exception as error:
         if isinstance(error.__cause__, errors.HfHubHTTPError):  # the library looked into the cache after it
             raise ModelError(_refused(repository, error.__cause__.response.status_code)) from error
+        why = in_words(error, secrets=_tokens())
         raise ModelError(
-            f"model: {repository} could not be fetched and is not in the hub cache: {_words(error)}; "
+            f"model: {repository} could not be fetched and is not in the hub cache: {why}; "
             "check the network, HF_ENDPOINT and HF_HOME, or use file:///PATH"
         ) from error
 
@@ -107,13 +108,9 @@ def _refused(repository: str, status: int) -> str:
     )
 
 
-def _words(error: Exception) -> str:
-    """What an error says, in a line, and never a token."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := os.environ.get(name):
-            text = text.replace(token, "***")
-    return text if len(text) <= 400 else text[:400] + " ..."
+def _tokens() -> list[str]:
+    """What no message may hold."""
+    return [token for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if (token := os.environ.get(name))]
 
 
 def _bar(repository: str, progress: Callable[[str], None], every_s: float, clock: Callable[[], float]) -> Any:

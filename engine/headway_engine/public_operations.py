@@ -268,6 +268,12 @@ COMPUTED = {
     ),
     500: _error("this request failed, and the engine lives; the log says why, under the request's id"),
 }
+READ = {**INVALID, **KEYS, **MODEL, **BODY, **STARTING}
+"""What else an operation with a body may answer."""
+
+GENERATED = {**INVALID, **KEYS, **MODEL, **BODY, **COMPUTED, **STARTING}
+"""What else one that the model computes may answer."""
+
 _ASKED = {"max_tokens": 16, "temperature": 0}
 
 OPERATIONS: Operations = {
@@ -291,12 +297,7 @@ OPERATIONS: Operations = {
         },
         answers={
             200: Answer(description="the answer", type=Chat, events=(ChatChunk, ErrorBody)),
-            **INVALID,
-            **KEYS,
-            **MODEL,
-            **BODY,
-            **COMPUTED,
-            **STARTING,
+            **GENERATED,
         },
     ),
     ("post", "/v1/completions"): Operation(
@@ -311,12 +312,7 @@ OPERATIONS: Operations = {
         },
         answers={
             200: Answer(description="the answer", type=Completion, events=(CompletionChunk, ErrorBody)),
-            **INVALID,
-            **KEYS,
-            **MODEL,
-            **BODY,
-            **COMPUTED,
-            **STARTING,
+            **GENERATED,
         },
     ),
     ("get", "/health"): Operation(
@@ -338,12 +334,7 @@ OPERATIONS: Operations = {
         },
         answers={
             200: Answer(description="the vectors", type=EmbeddingsList),
-            **INVALID,
-            **KEYS,
-            **MODEL,
-            **BODY,
-            **COMPUTED,
-            **STARTING,
+            **GENERATED,
         },
     ),
     ("get", "/v1/models"): Operation(
@@ -367,11 +358,7 @@ OPERATIONS: Operations = {
         examples={"prompt": {"prompt": "The capital of France is"}},
         answers={
             200: Answer(description="the tokens", type=Tokens),
-            **INVALID,
-            **KEYS,
-            **MODEL,
-            **BODY,
-            **STARTING,
+            **READ,
         },
     ),
     ("post", "/detokenize"): Operation(
@@ -382,11 +369,7 @@ OPERATIONS: Operations = {
         examples={"ids": {"tokens": [1, 2, 3]}},
         answers={
             200: Answer(description="the text", type=Text),
-            **INVALID,
-            **KEYS,
-            **MODEL,
-            **BODY,
-            **STARTING,
+            **READ,
         },
     ),
 }

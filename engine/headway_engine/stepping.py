@@ -247,7 +247,7 @@ def plain_logits(model: LoadedModel, capacity: Capacity) -> torch.Tensor:
 
 def in_row_order(step: Step) -> list[Chunk]:
     """The step's chunks, single tokens first: they share one batched attention call."""
-    return sorted(step.chunks, key=lambda chunk: chunk.length > 1)
+    return sorted(step.chunks, key=_is_long)
 
 
 def parts(chunks: list[Chunk], most_rows: int) -> Iterator[list[Chunk]]:

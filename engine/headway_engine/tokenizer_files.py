@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from headway_engine.model_error import ModelError
+from headway_engine.model_error import ModelError, in_words
 
 FAST = "tokenizer.json"
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -40,17 +40,14 @@ def convert(folder: Path, out: Path) -> None:
         tokenizer.save_pretrained(str(out))
     except ImportError as error:
         raise ModelError(
-            f"model: the tokenizer in {folder} needs a package that is not installed: {_first_line(error)}"
+            f"model: the tokenizer in {folder} needs a package that is not installed: {in_words(error, 300)}"
         ) from error
     except Exception as error:
-        raise ModelError(f"model: the tokenizer in {folder} cannot be read: {_first_line(error)}") from error
+        raise ModelError(
+            f"model: the tokenizer in {folder} cannot be read: {in_words(error, 300)}"
+        ) from error
     if not (out / FAST).is_file():
         raise ModelError(
             f"model: the tokenizer in {folder} ({type(tokenizer).__name__}) cannot be made into a {FAST}; "
             "take a copy of the model that has one"
         )
-
-
-def _first_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from headway_engine.logs import fields
-from headway_engine.model_error import ELSEWHERE, ModelError
+from headway_engine.model_error import ELSEWHERE, ModelError, in_words
 from headway_engine.quantization import named_method, on_the_fly
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ def read_folder(
     except ImportError as error:
         what = f"its weights are quantized with {method}, and " if (method := named_method(config)) else ""
         raise ModelError(
-            f"model: {uri} needs a package that is not installed: {what}{_words(error)}"
+            f"model: {uri} needs a package that is not installed: {what}{in_words(error)}"
         ) from error
     except Exception as error:
         raise ModelError(
-            f"model: {uri} cannot be loaded as a causal language model: {_words(error)}"
+            f"model: {uri} cannot be loaded as a causal language model: {in_words(error)}"
         ) from error
     _judge(found, uri, getattr(module, "hf_quantizer", None) is not None)
     return module
@@ -190,12 +190,6 @@ def _judge(found: Mapping[str, Any], uri: str, quantized: bool) -> None:
         )
     if unexpected:
         log.info(fields("weights-unused", weights=len(unexpected), such_as=unexpected[0], model=uri))
-
-
-def _words(error: Exception) -> str:
-    """The first lines of an error that may go on for pages (transformers lists every class it knows)."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else text[:400] + " ..."
 
 
 def _plural(files: list[Path]) -> str:

@@ -28,16 +28,7 @@ class FlashAttention3:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Decodes, scale: float
     ) -> torch.Tensor:
         """See PagedKernel."""
-        out: torch.Tensor = self._with_kvcache(
-            query[:, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            cache_seqlens=rows.contexts,
-            page_table=rows.tables,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out[:, 0]
+        return _flash_decode(self._with_kvcache, query, keys, values, rows, scale, page_table=rows.tables)
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Prefills, scale: float
@@ -71,16 +62,7 @@ class FlashAttention2:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Decodes, scale: float
     ) -> torch.Tensor:
         """See PagedKernel."""
-        out: torch.Tensor = self._with_kvcache(
-            query[:, None],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            cache_seqlens=rows.contexts,
-            block_table=rows.tables,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out[:, 0]
+        return _flash_decode(self._with_kvcache, query, keys, values, rows, scale, block_table=rows.tables)
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Prefills, scale: float
@@ -99,6 +81,28 @@ class FlashAttention2:
             block_table=rows.tables,
         )
         return out
+
+
+def _flash_decode(
+    with_kvcache: Function,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: Decodes,
+    scale: float,
+    **table: torch.Tensor,
+) -> torch.Tensor:
+    """Both packages' call for decodes; they differ in what they call the block tables."""
+    out: torch.Tensor = with_kvcache(
+        query[:, None],
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        cache_seqlens=rows.contexts,
+        softmax_scale=scale,
+        causal=True,
+        **table,
+    )
+    return out[:, 0]
 
 
 class TorchVarlen:
