@@ -149,16 +149,7 @@ def loaded(folder: Path, dtype: str = "float32") -> LoadedModel:
 def generated(folder: Path) -> tuple[int, ...]:
     """What transformers alone says, from the same folder."""
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([PROMPT])
-    out = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS,
-        do_sample=False,
-        eos_token_id=-1,
-    )
-    return tuple(out[0, len(PROMPT) :].tolist())
+    return tiny_models.generated(module, PROMPT, TOKENS)
 
 
 @pytest.mark.parametrize(("kind", "changes"), SERVED, ids=names(SERVED))

@@ -28,7 +28,7 @@ from headway_engine.sequence import (
     VectorOut,
 )
 from headway_engine.text import Tokeniser
-from support import fake_engine
+from support import fake_engine, toys
 from support.core_line import Bench, settle
 from support.engine_server import TINY_MODEL, engine_server, wait_until
 from support.eventually import eventually
@@ -243,18 +243,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_engine(tmp_path_factory):
-    """A step takes 20 ms, and only two sequences run at once."""
-    folder = tmp_path_factory.mktemp("slow")
-    limits = folder / "limits.json"
-    limits.write_text(
-        json.dumps({"max_batch_sequences": 2, "max_queued_requests": 4, "max_batch_tokens": 64})
-    )
-    with engine_server(
-        folder,
-        arguments=["--limits-file", str(limits)],
-        command=fake_engine.COMMAND,
-        env={"FAKE_STEP_S": "0.02"},
-    ) as e:
+    with toys.slow(tmp_path_factory.mktemp("slow")) as e:
         yield e
 
 

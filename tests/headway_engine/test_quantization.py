@@ -49,17 +49,7 @@ def continued(model: LoadedModel, tokens: int) -> tuple[str, list[int]]:
 
 
 def generated(module: Any, tokens: int) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    out = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        eos_token_id=-1,
-    )
-    said: list[int] = out[0, len(PROMPT) :].tolist()
-    return said
+    return list(tiny_models.generated(module, PROMPT, tokens))
 
 
 @pytest.fixture

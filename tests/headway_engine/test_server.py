@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from headway_engine.server import INLINE_BODY_BYTES, parsed
-from support import fake_engine
+from support import fake_engine, toys
 from support.engine_server import engine_server, wait_until
 from support.hostile_schemas import deep
 
@@ -26,18 +26,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_engine(tmp_path_factory):
-    """A step takes 20 ms, and only two sequences run at once."""
-    folder = tmp_path_factory.mktemp("slow")
-    limits = folder / "limits.json"
-    limits.write_text(
-        json.dumps({"max_batch_sequences": 2, "max_queued_requests": 4, "max_batch_tokens": 64})
-    )
-    with engine_server(
-        folder,
-        arguments=["--limits-file", str(limits)],
-        command=fake_engine.COMMAND,
-        env={"FAKE_STEP_S": "0.02"},
-    ) as e:
+    with toys.slow(tmp_path_factory.mktemp("slow")) as e:
         yield e
 
 

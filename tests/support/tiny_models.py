@@ -51,9 +51,14 @@ def plain(architecture: str, seed: int = 1) -> Any:
 @cache
 def greedy(architecture: str, prompt: tuple[int, ...], tokens: int, seed: int = 1) -> tuple[int, ...]:
     """`tokens` greedy tokens after `prompt`, by transformers' generate()."""
+    return generated(plain(architecture, seed), prompt, tokens)
+
+
+def generated(module: Any, prompt: Seq[int], tokens: int) -> tuple[int, ...]:
+    """`tokens` greedy tokens after `prompt`, by this module's own generate(), whatever ends a text."""
     with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        out = plain(architecture, seed).generate(
+        ids = torch.tensor([list(prompt)])
+        out = module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
