@@ -309,10 +309,20 @@ static void attend_many(const Context<T>& x, int queries, int group, int context
     for (int v = 0; v < c.value_width; v++) s.out[(size_t)q * c.value_width + v] /= s.sum[q];
 }
 
-template <class T>
+struct Rows {  // a plain matrix to write to
+  float* at;
+  int64_t stride;
+
+  void put(int64_t row, int column, const float* from, int n) const {
+    memcpy(at + row * stride + column, from, sizeof(float) * n);
+  }
+};
+
+// `To` has put(row, column, from, n).
+template <class T, class To>
 static void attend(const Item& item, const Chunk& chunk, const int32_t* table, const Cache& c, int group, float scale,
-                   const float* query, int64_t query_stride, const T* keys, const T* values, float* out,
-                   int64_t out_stride, Scratch& s) {
+                   const float* query, int64_t query_stride, const T* keys, const T* values, const To& out,
+                   Scratch& s) {
   const int queries = item.rows * group, first = chunk.start + item.row, context = first + item.rows;
   const bool few = queries < FEW_QUERIES;
   const Context<T> x = {keys, values, table, c, item.head};
@@ -329,8 +339,8 @@ static void attend(const Item& item, const Chunk& chunk, const int32_t* table, c
   if (few) attend_few(x, queries, group, context, first + 1, s);
   else attend_many(x, queries, group, context, first + 1, s);
   for (int r = 0; r < item.rows; r++)
-    memcpy(out + (chunk.first + item.row + r) * out_stride + item.head * group * c.value_width,
-           s.out.data() + (size_t)r * group * c.value_width, sizeof(float) * group * c.value_width);
+    out.put(chunk.first + item.row + r, item.head * group * c.value_width,
+            s.out.data() + (size_t)r * group * c.value_width, group * c.value_width);
 }
 
 template <class T>
@@ -362,7 +372,7 @@ static void attend_all(const Cache& c, int heads, float scale, int tokens, int n
     for (size_t i = 0; i < items.size(); i++) {
       const Chunk& chunk = chunks[items[i].chunk];
       attend<T>(items[i], chunk, tables + chunk.table, c, group, scale, query, (int64_t)heads * c.key_width, keys,
-                values, out, (int64_t)heads * c.value_width, scratch);
+                values, Rows{out, (int64_t)heads * c.value_width}, scratch);
     }
   }
 }

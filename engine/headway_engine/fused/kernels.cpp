@@ -16,7 +16,7 @@ extern "C" {
 int32_t hw_panel_columns() { return NR; }
 
 int64_t hw_workspace(const Model* m, int64_t tokens) {
-  return tokens * (2 * m->hidden + (2 * m->heads + 2 * m->kv_heads) * m->width + m->inner);
+  return Places(*m, tokens, nullptr).floats;
 }
 
 // Panels of a row-major [n, k] matrix; `to` holds ceil(n / NR) * k * NR elements.

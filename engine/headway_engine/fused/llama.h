@@ -40,12 +40,20 @@ struct Step {
 };
 }
 
+static float rms_scale(const float* x, float epsilon, int n) { return 1.0f / std::sqrt(dot(x, x, n) / n + epsilon); }
+
 static void rms_norm(const float* x, const float* weight, float epsilon, int n, float* to) {
-  float mean = dot(x, x, n) / n;
-  float scale = 1.0f / std::sqrt(mean + epsilon);
+  const float scale = rms_scale(x, epsilon, n);
   int i = 0;
   for (; i + W <= n; i += W) store(to + i, load(weight + i) * (load(x + i) * scale));
   for (; i < n; i++) to[i] = weight[i] * (x[i] * scale);
+}
+
+static void rms_norm(const float* x, const float* weight, float epsilon, const Tiles& to, int64_t row) {
+  const float scale = rms_scale(x, epsilon, to.columns);
+  int i = 0;
+  for (; i + W <= to.columns; i += W) store(to.part(row, i), load(weight + i) * (load(x + i) * scale));
+  for (; i < to.columns; i++) *to.part(row, i) = weight[i] * (x[i] * scale);
 }
 
 static void rotate(float* x, const float* cosines, const float* sines, int half) {
@@ -73,19 +81,40 @@ static void embed(const Model& m, int32_t id, float* to) {
   }
 }
 
+struct Places {  // of a step's activations, all in one workspace
+  float* x;      // [tokens, hidden]
+  Tiles normed;  // [tokens, hidden]
+  float* qkv;    // [tokens, q_width + 2 * kv_width]
+  Tiles attended, inner;
+  int64_t floats;
+
+  Places(const Model& m, int64_t tokens, float* workspace) : floats(0) {  // null: only counts
+    const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width;
+    auto take = [&](int64_t n) {
+      float* at = workspace ? workspace + floats : nullptr;
+      floats += Tiles::width(n);  // each begins a cache line
+      return at;
+    };
+    x = take(tokens * m.hidden);
+    normed = {take(Tiles::floats(tokens, m.hidden)), m.hidden};
+    qkv = take(tokens * (q_width + 2 * kv_width));
+    attended = {take(Tiles::floats(tokens, q_width)), q_width};
+    inner = {take(Tiles::floats(tokens, m.inner)), m.inner};
+  }
+};
+
 template <class T>
 static void run(const Model& m, const Step& s) {
   const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width, all_width = q_width + 2 * kv_width;
   const int64_t n = s.tokens;
-  float* x = s.workspace;
-  float* normed = x + n * m.hidden;
-  float* qkv = normed + n * m.hidden;
-  float* attended = qkv + n * all_width;
-  float* inner = attended + n * q_width;
+  const Places places(m, n, s.workspace);
+  float *x = places.x, *qkv = places.qkv;
+  const Tiles &normed = places.normed, &attended = places.attended, &inner = places.inner;
   const Cache cache = {m.kv_heads, m.block_tokens, m.width, m.width};
   const int group = m.heads / m.kv_heads;
   const std::vector<Item> items = items_of(s.chunk, s.chunks, m.kv_heads, group);
   std::vector<Scratch> team = scratch_of(m.threads, items, s.chunk, group, cache);
+  Shares shares(4 * m.layers + 1, m.threads);
 #pragma omp parallel num_threads(m.threads)
   {
     Scratch& scratch = team[omp_get_thread_num()];
@@ -96,8 +125,8 @@ static void run(const Model& m, const Step& s) {
       T *keys = (T*)y.keys, *values = (T*)y.values;
 #pragma omp for
       for (int64_t t = 0; t < n; t++)
-        rms_norm(x + t * m.hidden, y.norm_in, m.epsilon, m.hidden, normed + t * m.hidden);
-      product<T>(normed, m.hidden, (const T*)y.qkv, n, m.hidden, {qkv, all_width, y.qkv_bias, all_width, STORE});
+        rms_norm(x + t * m.hidden, y.norm_in, m.epsilon, normed, t);
+      product<T>(shares, 4 * l, normed, (const T*)y.qkv, n, {qkv, all_width, y.qkv_bias, all_width, STORE});
 #pragma omp for
       for (int64_t t = 0; t < n; t++) {
         float* row = qkv + t * all_width;
@@ -115,22 +144,22 @@ static void run(const Model& m, const Step& s) {
       for (size_t i = 0; i < items.size(); i++) {
         const Chunk& chunk = s.chunk[items[i].chunk];
         attend<T>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
-                  attended, q_width, scratch);
+                  attended, scratch);
       }
-      product<T>(attended, q_width, (const T*)y.o, n, q_width, {x, m.hidden, y.o_bias, m.hidden, ADD});
+      product<T>(shares, 4 * l + 1, attended, (const T*)y.o, n, {x, m.hidden, y.o_bias, m.hidden, ADD});
 #pragma omp for
       for (int64_t t = 0; t < n; t++)
-        rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, m.hidden, normed + t * m.hidden);
-      product<T>(normed, m.hidden, (const T*)y.gate_up, n, m.hidden, {inner, m.inner, nullptr, m.inner, GATE});
-      product<T>(inner, m.inner, (const T*)y.down, n, m.inner, {x, m.hidden, nullptr, m.hidden, ADD});
+        rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, normed, t);
+      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n, {inner.at, m.inner, nullptr, m.inner, GATE});
+      product<T>(shares, 4 * l + 3, inner, (const T*)y.down, n, {x, m.hidden, nullptr, m.hidden, ADD});
     }
 #pragma omp for
     for (int i = 0; i < s.pooled; i++)
       rms_norm(x + (int64_t)s.pooled_rows[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
 #pragma omp for
     for (int i = 0; i < s.samples; i++)
-      rms_norm(x + (int64_t)s.sampled[i] * m.hidden, m.norm, m.epsilon, m.hidden, normed + (int64_t)i * m.hidden);
-    product<T>(normed, m.hidden, (const T*)m.head, s.samples, m.hidden,
+      rms_norm(x + (int64_t)s.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);
+    product<T>(shares, 4 * m.layers, normed, (const T*)m.head, s.samples,
                {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE});
   }
 }

@@ -1,13 +1,18 @@
-// Products of a few rows with a packed matrix.
+// Products of rows with a packed matrix.
 //
 // Weights lie in panels of NR output columns: panel[k][NR], float32 or bfloat16 (widened while they are read).
-// Gate and up projections share panels, W columns each. Knows nothing of layers.
+// Gate and up projections share panels, W columns each. What a product reads lies in tiles of MR rows, see Tiles.
+// Knows nothing of layers.
 #pragma once
 
 #include "vectors.h"
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int MR = 12;
@@ -17,14 +22,36 @@ constexpr int MR = 6;
 constexpr int MR = 4;
 #endif
 constexpr int NR = 2 * W;
-constexpr int AHEAD = 24;        // how many rows of a panel are fetched before their turn
-constexpr int PAIR = 2;          // panels that a thread takes at once
-constexpr int FETCHING = 8;      // tiles that fetch the next panel, at most: more would only fetch lines twice
-constexpr int ROW_BLOCK = 512;   // rows that share one pass over the weights
+constexpr int AHEAD = 24;                 // how many rows of a panel are fetched before their turn
+constexpr int FETCHING = 8;               // tiles that fetch the next panel, at most: more would only fetch lines twice
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // tiles that meet one panel after another: they stay in the second cache
 
 enum Mode { STORE, ADD, GATE };
 
-struct Out {
+// A matrix in tiles of MR rows: tile[column / W][MR][W]. A tile is read from front to back, and all its rows are a
+// constant away from one address. The last tile has room for MR rows whatever it holds.
+struct Tiles {
+  float* at;
+  int columns;
+
+  static int64_t width(int64_t columns) { return (columns + W - 1) / W * W; }
+  static int64_t floats(int64_t rows, int64_t columns) { return (rows + MR - 1) / MR * MR * width(columns); }
+  float* tile(int64_t number) const { return at + number * MR * width(columns); }
+  // Where a row's columns are, from `column` to the next multiple of W.
+  float* part(int64_t row, int column) const {
+    return tile(row / MR) + (int64_t)(column / W) * MR * W + row % MR * W + column % W;
+  }
+  void put(int64_t row, int column, const float* from, int n) const {
+    for (int i = 0; i < n;) {
+      int some = std::min(n - i, W - (column + i) % W);
+      if (some == W) store(part(row, column + i), load(from + i));
+      else std::copy_n(from + i, some, part(row, column + i));
+      i += some;
+    }
+  }
+};
+
+struct Out {  // rows of `stride` floats, or with GATE tiles
   float* to;
   int64_t stride;
   const float* bias;
@@ -35,13 +62,8 @@ struct Out {
 template <int M>
 static inline void finish(const vf (&acc)[M][2], const Out& o, int row, int panel) {
   if (o.mode == GATE) {
-    int first = panel * W, n = std::min(W, o.columns - first);
-    for (int m = 0; m < M; m++) {
-      vf y = acc[m][0] / (1.0f + exp_(-acc[m][0])) * acc[m][1];
-      float* to = o.to + (row + m) * o.stride + first;
-      if (n == W) store(to, y);
-      else for (int i = 0; i < n; i++) to[i] = y[i];
-    }
+    float* to = Tiles{o.to, o.columns}.part(row, panel * W);
+    for (int m = 0; m < M; m++) store(to + m * W, acc[m][0] / (1.0f + exp_(-acc[m][0])) * acc[m][1]);
     return;
   }
   int first = panel * NR, n = std::min(NR, o.columns - first);
@@ -72,61 +94,89 @@ struct Ahead {  // of another panel, what a tile fetches from memory while it co
 
 // LINES: how many cache lines to fetch ahead for each row of the panel.
 template <int M, int LINES, class T>
-static void tile(const float* a, int64_t lda, const T* panel, int k, const Out& o, int row, int number,
-                 const Ahead& ahead) {
+static void tile(const float* a, const T* panel, int k, const Out& o, int row, int number, const Ahead& ahead) {
   vf acc[M][2];
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
-  const float* base = a + row * lda;
-  for (int i = 0; i < k; i++) {
-    vf b0 = load(panel + (int64_t)i * NR), b1 = load(panel + (int64_t)i * NR + W);
-    __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR);
-    __builtin_prefetch(panel + (int64_t)(i + AHEAD) * NR + W);
+  const char* next = ahead.from;
+  for (int first = 0; first < k; first += W, a += MR * W) {
+    const int n = std::min(W, k - first);
+    for (int i = 0; i < n; i++, panel += NR, next += ahead.step) {
+      vf b0 = load(panel), b1 = load(panel + W);
+      __builtin_prefetch(panel + AHEAD * NR);
+      __builtin_prefetch(panel + AHEAD * NR + W);
 #pragma GCC unroll 2
-    for (int line = 0; line < LINES; line++)
-      __builtin_prefetch(ahead.from + (int64_t)i * ahead.step + line * LINE, 0, 2);
+      for (int line = 0; line < LINES; line++) __builtin_prefetch(next + line * LINE, 0, 2);
 #pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-      vf x = all(base[m * lda + i]);
-      acc[m][0] += x * b0;
-      acc[m][1] += x * b1;
+      for (int m = 0; m < M; m++) {
+        vf x = all(a[m * W + i]);
+        acc[m][0] += x * b0;
+        acc[m][1] += x * b1;
+      }
     }
   }
   finish<M>(acc, o, row, number);
 }
 
 template <int M, int LINES, class T>
-static inline void some_rows(int m, const float* a, int64_t lda, const T* panel, int k, const Out& o, int row,
-                             int number, const Ahead& ahead) {
+static inline void some_rows(int m, const float* a, const T* panel, int k, const Out& o, int row, int number,
+                             const Ahead& ahead) {
   if constexpr (M > 0) {
-    if (m == M) tile<M, LINES, T>(a, lda, panel, k, o, row, number, ahead);
-    else some_rows<M - 1, LINES, T>(m, a, lda, panel, k, o, row, number, ahead);
+    if (m == M) tile<M, LINES, T>(a, panel, k, o, row, number, ahead);
+    else some_rows<M - 1, LINES, T>(m, a, panel, k, o, row, number, ahead);
   }
 }
 
-// out[rows, columns] (mode)= a[rows, k] x panels. Called by every thread of a team; ends in a barrier.
+// Who of a team does which part of a product: each thread has a share of its own, in order, and takes from others'
+// when its own is done, since the machine may have kept another thread from working. For a number of products.
+class Shares {
+ public:
+  Shares(int products, int threads) : threads_(threads), done_((size_t)products * threads) {}
+
+  // Calls work(unit, units of the same share after it) until nothing is left of `units`. By every thread of the team.
+  template <class Work>
+  void go(int product, int units, const Work& work) {
+    const int team = omp_get_num_threads(), me = omp_get_thread_num();
+    for (int i = 0; i < team; i++) {
+      const int whose = (me + i) % team, end = (int64_t)units * (whose + 1) / team;
+      std::atomic<int>& done = done_[(size_t)product * threads_ + whose].count;
+      for (int unit; (unit = (int64_t)units * whose / team + done.fetch_add(1, std::memory_order_relaxed)) < end;)
+        work(unit, end - unit - 1);
+    }
+  }
+
+ private:
+  struct alignas(LINE) Done {
+    std::atomic<int> count{0};
+  };
+  int threads_;
+  std::vector<Done> done_;
+};
+
+// out[rows, columns] (mode)= a[rows, k] x panels. Called by every thread of a team; ends in a barrier. `number` is
+// that of the product in `shares`.
 //
 // Memory is as slow as a tile's arithmetic or slower, so both must go on at once: the tiles of one panel fetch the
 // panel that this thread takes next if all goes as usual. A wrong guess costs a little, and no answer.
 template <class T>
-static void product(const float* a, int64_t lda, const T* weights, int rows, int k, const Out& o) {
-  int width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
-  const int64_t size = (int64_t)k * NR, away = PAIR * (omp_get_num_threads() - 1);
-  for (int block = 0; block < rows; block += ROW_BLOCK) {
-    const int end = std::min(rows, block + ROW_BLOCK), tiles = (end - block + MR - 1) / MR;
-    const int fetching = std::min(tiles, FETCHING), step = ((int)(NR * sizeof(T)) + fetching - 1) / fetching;
-#pragma omp for schedule(dynamic, PAIR)
-    for (int p = 0; p < panels; p++) {
-      const T* panel = weights + p * size;
-      const int64_t next = p % PAIR < PAIR - 1 ? p + 1 : p + 1 + away;
-      Ahead ahead = {(const char*)(weights + (next < panels ? next : p) * size), step};
-      for (int row = block, n = 0; row < end; row += MR, n++, ahead.from += (int64_t)k * step) {
-        const int m = std::min(MR, end - row);
-        if (step > LINE) some_rows<MR, 2, T>(m, a, lda, panel, k, o, row, p, ahead);
-        else if (n < fetching) some_rows<MR, 1, T>(m, a, lda, panel, k, o, row, p, ahead);
-        else some_rows<MR, 0, T>(m, a, lda, panel, k, o, row, p, ahead);
-      }
+static void product(Shares& shares, int number, const Tiles& a, const T* weights, int rows, const Out& o) {
+  const int k = a.columns, width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
+  const int64_t size = (int64_t)k * NR;
+  const int tiles = (rows + MR - 1) / MR, most = std::max<int64_t>(1, BLOCK_BYTES / (a.width(k) * MR * sizeof(float)));
+  const int blocks = (tiles + most - 1) / most;
+  shares.go(number, blocks * panels, [&](int unit, int after) {
+    const int block = unit / panels, p = unit % panels, end = (int64_t)tiles * (block + 1) / blocks;
+    int i = (int64_t)tiles * block / blocks;
+    const int fetching = std::min(end - i, FETCHING), step = ((int)(NR * sizeof(T)) + fetching - 1) / fetching;
+    const T* panel = weights + p * size;
+    Ahead ahead = {(const char*)(weights + (after ? (p + 1) % panels : p) * size), step};
+    for (int n = 0; i < end; i++, n++, ahead.from += (int64_t)k * step) {
+      const int row = i * MR, m = std::min(MR, rows - row);
+      if (step > LINE) some_rows<MR, 2, T>(m, a.tile(i), panel, k, o, row, p, ahead);
+      else if (n < fetching) some_rows<MR, 1, T>(m, a.tile(i), panel, k, o, row, p, ahead);
+      else some_rows<MR, 0, T>(m, a.tile(i), panel, k, o, row, p, ahead);
     }
-  }
+  });
+#pragma omp barrier
 }
 
 // Into panels, at `first` of each, `width` columns of it: rows of `from` [n, k] are output columns.
