@@ -76,20 +76,6 @@ static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& ite
   return team;
 }
 
-// Products of `a` with four rows of `b` that follow one another.
-static inline void dot_four(const float* a, const float* b, int n, float* to) {
-  vf s[4] = {vf{}, vf{}, vf{}, vf{}};
-  int i = 0;
-  for (; i + W <= n; i += W) {
-    vf x = load(a + i);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) s[j] += x * load(b + j * n + i);
-  }
-  for (int j = 0; j < 4; j++) to[j] = sum_of(s[j]);
-  for (; i < n; i++)
-    for (int j = 0; j < 4; j++) to[j] += a[i] * b[j * n + i];
-}
-
 static inline const float* as_floats(const float* p, int64_t, std::vector<float>&) { return p; }
 static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float>& to) {
   int64_t i = 0;
@@ -100,12 +86,24 @@ static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float
 
 // scores[q][t] for the tokens of one block, few queries.
 static void score_few(const float* query, int queries, const float* keys, int tokens, int width, float* scores,
-                      int64_t stride) {
+                      int64_t stride, Soon soon) {
   for (int q = 0; q < queries; q++) {
     const float* x = query + q * width;
+    float* to = scores + q * stride;
     int t = 0;
-    for (; t + 4 <= tokens; t += 4) dot_four(x, keys + (int64_t)t * width, width, scores + q * stride + t);
-    for (; t < tokens; t++) scores[q * stride + t] = dot(x, keys + (int64_t)t * width, width);
+    if (width % W == 0)
+      for (; t + W <= tokens; t += W)
+        store(to + t, sums_across<W>([&](int i) {
+                const float* key = keys + (int64_t)(t + i) * width;
+                soon.some();
+                vf sum = load(x) * load(key);
+                for (int d = W; d < width; d += W) sum += load(x + d) * load(key + d);
+                return sum;
+              }));
+    for (; t < tokens; t++) {
+      soon.some();
+      to[t] = dot(x, keys + (int64_t)t * width, width);
+    }
   }
 }
 
@@ -177,10 +175,16 @@ static void soften(float* scores, int tokens, int lanes, int seen, int group, Sc
 
 // scores[0 .. seen) become weights that sum to one; the rest up to `context` becomes zero.
 static void softmax(float* scores, int seen, int context) {
-  float top = scores[0];
-  for (int t = 1; t < seen; t++) top = std::max(top, scores[t]);
-  vf sums = vf{};
+  vf tops = all(-INFINITY), sums = vf{};
   int t = 0;
+  for (; t + W <= seen; t += W) {
+    vf x = load(scores + t);
+    tops = x > tops ? x : tops;
+  }
+  float top = tops[0];
+  for (int i = 1; i < W; i++) top = std::max(top, tops[i]);
+  for (; t < seen; t++) top = std::max(top, scores[t]);
+  t = 0;
   for (; t + W <= seen; t += W) {
     vf e = exp_(load(scores + t) - top);
     store(scores + t, e);
@@ -203,13 +207,15 @@ struct Weights {  // of query q for token t: at[q * query + t * token]
 
 // out[Q][V * W] += weights[Q][tokens] x values[tokens][V * W], from column `column` on.
 template <int Q, int V>
-static inline void weigh(const Weights& w, int q, const float* values, int tokens, int width, int column, float* out) {
+static inline void weigh(const Weights& w, int q, const float* values, int tokens, int width, int column, float* out,
+                         Soon& soon) {
   vf acc[Q][V];
   const float* weights = w.at + q * w.query;
   float* to = out + (int64_t)q * width + column;
   for (int i = 0; i < Q; i++)
     for (int v = 0; v < V; v++) acc[i][v] = load(to + i * width + v * W);
   for (int t = 0; t < tokens; t++) {
+    soon.some();
     vf x[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) x[v] = load(values + (int64_t)t * width + column + v * W);
@@ -224,16 +230,19 @@ static inline void weigh(const Weights& w, int q, const float* values, int token
     for (int v = 0; v < V; v++) store(to + i * width + v * W, acc[i][v]);
 }
 
-static void weigh_block(const Weights& w, int queries, const float* values, int tokens, int width, float* out) {
+static void weigh_block(const Weights& w, int queries, const float* values, int tokens, int width, float* out,
+                        Soon soon = {}) {
   constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
   for (; column + 4 * W <= width; column += 4 * W) {
     int q = 0;
-    for (; q + Q <= queries; q += Q) weigh<Q, 4>(w, q, values, tokens, width, column, out);
-    for (; q < queries; q++) weigh<1, 4>(w, q, values, tokens, width, column, out);
+    for (; q + Q <= queries; q += Q) weigh<Q, 4>(w, q, values, tokens, width, column, out, soon);
+    if (queries - q == 3) weigh<3, 4>(w, q, values, tokens, width, column, out, soon);
+    if (queries - q == 2) weigh<2, 4>(w, q, values, tokens, width, column, out, soon);
+    if (queries - q == 1) weigh<1, 4>(w, q, values, tokens, width, column, out, soon);
   }
   for (; column + W <= width; column += W)
-    for (int q = 0; q < queries; q++) weigh<1, 1>(w, q, values, tokens, width, column, out);
+    for (int q = 0; q < queries; q++) weigh<1, 1>(w, q, values, tokens, width, column, out, soon);
   for (; column < width; column++)
     for (int q = 0; q < queries; q++)
       for (int t = 0; t < tokens; t++)
@@ -256,12 +265,15 @@ struct Context {  // the keys and values that one item looks at
   const float* values_at(int t, int n, Scratch& s) const {
     return as_floats(values + place(t) * c.value_width, (int64_t)n * c.value_width, s.keys);
   }
-  // Decodes wait for memory, and blocks lie anywhere: ask for the next one while this one is worked on.
-  void fetch_keys(int t, int context) const {
-    fetch(keys + place(t) * c.key_width, sizeof(T) * c.key_width * std::min(c.block_tokens, context - t));
+  // Decodes wait for memory, and blocks lie anywhere: the next one is asked for while this one is worked on.
+  Soon keys_soon(int t, int context, int turns) const {
+    return {keys + place(t) * c.key_width, bytes(t, context, c.key_width), turns};
   }
-  void fetch_values(int t, int context) const {
-    fetch(values + place(t) * c.value_width, sizeof(T) * c.value_width * std::min(c.block_tokens, context - t));
+  Soon values_soon(int t, int context, int turns) const {
+    return {values + place(t) * c.value_width, bytes(t, context, c.value_width), turns};
+  }
+  int64_t bytes(int t, int context, int width) const {
+    return (int64_t)sizeof(T) * width * std::min(c.block_tokens, context - t);
   }
 };
 
@@ -269,16 +281,16 @@ template <class T>
 static void attend_few(const Context<T>& x, int queries, int group, int context, int seen, Scratch& s) {
   const Cache& c = x.c;
   for (int t = 0; t < context; t += c.block_tokens) {
-    int n = std::min(c.block_tokens, context - t);
-    if (int next = t + c.block_tokens; next < context) x.fetch_keys(next, context);
-    else x.fetch_values(0, context);
-    score_few(s.query.data(), queries, x.keys_at(t, n, s), n, c.key_width, s.scores.data() + t, context);
+    const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens, turns = n * queries;
+    const Soon soon = next < context ? x.keys_soon(next, context, turns) : x.values_soon(0, context, turns);
+    score_few(s.query.data(), queries, x.keys_at(t, n, s), n, c.key_width, s.scores.data() + t, context, soon);
   }
   for (int q = 0; q < queries; q++) softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context);
   for (int t = 0; t < context; t += c.block_tokens) {
-    int n = std::min(c.block_tokens, context - t);
-    if (int next = t + c.block_tokens; next < context) x.fetch_values(next, context);
-    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_at(t, n, s), n, c.value_width, s.out.data());
+    const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens;
+    const Soon soon = next < context ? x.values_soon(next, context, n) : Soon();
+    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_at(t, n, s), n, c.value_width, s.out.data(),
+                soon);
   }
 }
 

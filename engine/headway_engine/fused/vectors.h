@@ -1,6 +1,6 @@
 // Vectors of W floats through the compiler's vector extension, one width per instruction set.
 //
-// Also bfloat16, e^x and sums across a vector. Knows nothing of matrices and models.
+// Also bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices and models.
 #pragma once
 
 #if defined(__AVX2__)
@@ -31,10 +31,23 @@ static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(con
 static inline void store(float* p, vf v) { *(vf*)p = v; }
 static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, so that could not be folded
 
-// Ask for memory that is needed soon, as far as the second-level cache.
-static inline void fetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const char*)from + at, 0, 2);
-}
+// Memory that is needed soon, asked for bit by bit while something else is computed: a core has few requests open at
+// a time, so that whoever asks for much at once waits, and computes nothing meanwhile.
+class Soon {
+ public:
+  Soon() : at_(nullptr), end_(nullptr), lines_(0) {}
+  Soon(const void* from, int64_t bytes, int64_t turns)
+      : at_((const char*)from), end_(at_ + bytes), lines_((bytes + LINE * turns - 1) / (LINE * turns)) {}
+
+  // One turn of so many: ask for a part, as far as the second-level cache.
+  void some() {
+    for (int i = 0; i < lines_ && at_ < end_; i++, at_ += LINE) __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const char *at_, *end_;
+  int lines_;
+};
 
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) {
@@ -79,6 +92,37 @@ static inline float sum_of(vf v) {
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
+}
+
+// Lane i of the result is lane i ^ H.
+template <int H>
+static inline vf swapped(vf v) {
+#if defined(__AVX512F__)
+  if constexpr (H == 8) return (vf)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e);
+  if constexpr (H == 4) return (vf)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1);
+  if constexpr (H == 2) return (vf)_mm512_permute_ps((__m512)v, 0x4e);
+  if constexpr (H == 1) return (vf)_mm512_permute_ps((__m512)v, 0xb1);
+#elif defined(__AVX2__)
+  if constexpr (H == 4) return (vf)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
+  if constexpr (H == 2) return (vf)_mm256_permute_ps((__m256)v, 0x4e);
+  if constexpr (H == 1) return (vf)_mm256_permute_ps((__m256)v, 0xb1);
+#endif
+  vf to;
+  for (int i = 0; i < W; i++) to[i] = v[i ^ H];
+  return to;
+}
+
+// Lane i of the result is the sum across of(first + i), for N vectors: pairs share their lanes, then pairs of pairs.
+template <int N, class Of>
+static inline vf sums_across(const Of& of, int first = 0) {
+  if constexpr (N == 1) return of(first);
+  else {
+    constexpr int H = N / 2;
+    vf a = sums_across<H>(of, first), b = sums_across<H>(of, first + H);
+    vi second;
+    for (int i = 0; i < W; i++) second[i] = i & H ? -1 : 0;
+    return (second ? b : a) + swapped<H>(second ? a : b);
+  }
 }
 
 static inline float dot(const float* a, const float* b, int n) {
