@@ -15,6 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 
+from headway_engine.resident import make_resident
+
 PAGED = "headway_paged"
 PROBE = "headway_probe"
 
@@ -37,10 +39,16 @@ class LayerShape:
         return self.heads * (self.key_width + self.value_width) * dtype.itemsize
 
 
+RESIDENT_BYTES = 768 << 20
+"""Of the cache on a CPU, what is backed by memory before the first request comes, so that its prefill does
+not pay for it: the working set of some ten to a hundred sequences. The rest is taken when it is needed."""
+
+
 class KeyValueCache:
     """Keys and values of all layers: per layer two tensors [blocks, heads, block_tokens, width].
 
-    The memory is zeroed lazily on a CPU: untouched blocks cost nothing, and padding never reads a NaN.
+    The memory is zeroed lazily on a CPU: untouched blocks cost nothing, and padding never reads a NaN. Blocks
+    are taken in ascending order, so the first ones are made resident at once: see RESIDENT_BYTES.
     """
 
     def __init__(
@@ -56,6 +64,10 @@ class KeyValueCache:
         self.block_bytes = block_tokens * max((s.bytes_per_token(dtype) for s in shapes), default=0)
         self.keys = [_zeros((blocks, s.heads, block_tokens, s.key_width), dtype, device) for s in shapes]
         self.values = [_zeros((blocks, s.heads, block_tokens, s.value_width), dtype, device) for s in shapes]
+        if device.type == "cpu":
+            tensors = (*self.keys, *self.values)
+            share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
+            make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
 
     def scrub(self, blocks: Seq[int]) -> None:
         """Zero those of these blocks that hold what is no number. The others may be a beginning that whoever

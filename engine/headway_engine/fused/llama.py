@@ -41,6 +41,7 @@ class FusedRunner(StepRunner):
         self._library = native.declare(library)
         self._kept: list[Any] = []  # what C points to
         self._workspace = torch.empty(0)
+        self._logits = torch.empty(0)
         with torch.inference_mode():
             self._c_model = self._take_over(model, capacity, threads)
         self._compare(plain)
@@ -51,6 +52,7 @@ class FusedRunner(StepRunner):
         return int(self._c_model.hidden)
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        """See StepRunner. The logits are good until the next call."""
         return self._forward_hidden(chunks, [])[0]
 
     def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +69,11 @@ class FusedRunner(StepRunner):
         need = self._library.hw_workspace(self._c_model, spans.tokens)
         if self._workspace.numel() < need:
             self._workspace = torch.empty(need)
-        logits, states = (
-            torch.empty((len(sampled), vocabulary)),
-            torch.empty((len(rows), self.embedding_size)),
-        )
+        if self._logits.numel() < len(sampled) * vocabulary:
+            self._logits = torch.empty(len(sampled) * vocabulary)
+        # The same memory for every step: new memory would have to be zeroed by the system first.
+        logits = self._logits[: len(sampled) * vocabulary].view(len(sampled), vocabulary)
+        states = torch.empty((len(rows), self.embedding_size))
         id_array, sampled_array, row_array = (np.array(a, dtype=np.int32) for a in (ids, sampled, rows))
         step = native.CStep(
             tokens=spans.tokens,
