@@ -9,7 +9,7 @@ from headway_engine.backlog import Backlog
 from headway_engine.blocks import BlockPool
 from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from headway_engine.preemption import Patience
-from headway_engine.sequence import FinishReason, RequestId, Sequence, Status
+from headway_engine.sequence import Finished, FinishReason, RequestId, Sequence, Started, Status
 from headway_engine.tenants import TenantPolicy
 
 
@@ -30,6 +30,7 @@ class Roster:
         self.running: dict[RequestId, Sequence] = {}  # in order of admission, but for `rotate`
         self.unannounced: set[RequestId] = set()  # run, but no step of theirs is committed yet
         self.preemptions_total = 0
+        self.prefix_hit_tokens_total = 0
         self._preempted: list[RequestId] = []  # since the last time somebody asked
         self._joined = 0
 
@@ -67,6 +68,12 @@ class Roster:
             self.unannounced.add(sequence.id)
             self.queue.charge(sequence, PROMPT_WEIGHT * (sequence.prompt_len - sequence.computed))
 
+    def announce(self, sequence: Sequence) -> Started:
+        """The first step of one of `unannounced` is committed."""
+        self.unannounced.discard(sequence.id)
+        self.prefix_hit_tokens_total += sequence.cached_prompt_tokens
+        return Started(sequence.id, sequence.cached_prompt_tokens, sequence.first_scheduled_s or 0.0)
+
     def charge_output(self, sequence: Sequence) -> None:
         """A token of output is planned for a running sequence."""
         self.queue.charge(sequence, OUTPUT_WEIGHT)
@@ -91,7 +98,7 @@ class Roster:
         preempted, self._preempted = self._preempted, []
         return [id for id in preempted if id in self.sequences]
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> Finished:
         """The one way out, from every state."""
         del self.sequences[sequence.id]
         if self.running.pop(sequence.id, None) is None:
@@ -103,6 +110,7 @@ class Roster:
         self.unannounced.discard(sequence.id)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+        return Finished(sequence.id, reason, message)
 
     def check(self) -> None:
         """Raise AssertionError, with words, unless the bookkeeping is consistent (for tests)."""

@@ -179,7 +179,7 @@ def play(
                 assert isinstance(scheduler.admit(request, now_s), Sequence)
                 said[str(name)] = []
         if number in shove:
-            for victim in list(scheduler._running.values()):
+            for victim in list(scheduler._roster.running.values()):
                 scheduler._roster.preempt(victim)
         step = scheduler.next_step(now_s)
         if step is not None:

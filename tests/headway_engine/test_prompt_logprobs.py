@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.protocol import Capacity, Limits
+from headway_engine.results import SCORES_IN_EVENT
 from headway_engine.runner import Runner
-from headway_engine.scheduler import SCORES_IN_EVENT, Scheduler
+from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import (
     NO_TOKEN,
     Chunk,
