@@ -10,12 +10,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 def heads(app: ASGIApp) -> ASGIApp:
     """The application, with an answer to HEAD wherever it has one to GET. The server leaves the body out:
-    it still knows what was asked."""
+    it still knows what was asked. Which route it was is told to whoever watches the request."""
 
     async def asked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await app(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await app(scope, receive, send)
+            return
+        as_get = {**scope, "method": "GET"}
+        try:
+            await app(as_get, receive, send)
+        finally:
+            if "route" in as_get:
+                scope["route"] = as_get["route"]
 
     return asked
 

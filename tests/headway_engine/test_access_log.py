@@ -64,6 +64,28 @@ def test_a_request_is_one_line_when_it_is_over(engine):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "route"),
+    [
+        ("HEAD", "/health", 200, "/health"),
+        ("HEAD", "/v1/models/tiny", 200, "/v1/models/{name:path}"),
+        ("HEAD", "/v1/completions", 405, "/v1/completions"),
+        ("OPTIONS", "/v1/completions", 405, "/v1/completions"),
+        ("DELETE", "/v1/models/tiny", 405, "/v1/models/{name:path}"),
+        ("GET", "/openapi.json", 200, "/openapi.json"),
+        ("HEAD", "/nowhere", 404, None),
+        ("PROPFIND", "/nowhere", 404, None),
+    ],
+)
+def test_every_method_is_logged_with_its_route(engine, method, path, status, route):
+    """As the client asked, HEAD included; a path that is no route has none."""
+    id = f"{method}-{path}"
+    headers = {"x-request-id": id, "authorization": f"Bearer {KEY}"}
+    assert httpx.request(method, engine.url + path, headers=headers, timeout=60).status_code == status
+    said = line(engine, "request", request_id=id)
+    assert (said["method"], said.get("route"), said["status"]) == (method, route, status)
+
+
 def test_limits_are_one_line_with_old_new_and_why(engine):
     """And another that changes nothing is none."""
     before = engine.limits()["max_batch_tokens"]
