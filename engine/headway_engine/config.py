@@ -18,6 +18,23 @@ QUANTIZATIONS = ("int8wo",)
 ATTENTIONS = ("auto", "flash-attn-3", "flash-attn-2", "torch-varlen", "triton", "torch")
 """Kernels of paged attention on an accelerator; `torch` copies contexts and needs nothing."""
 
+_MOST = 1 << 31
+_RANGES: dict[str, tuple[float, int]] = {
+    "max_model_len": (0, _MOST),
+    "port": (1, 65_535),
+    "management_port": (1, 65_535),
+    "capacity_max_batch_tokens": (1, _MOST),
+    "capacity_max_batch_sequences": (1, _MOST),
+    "kv_memory_percent": (1, 98),
+    "kv_block_tokens": (1, _MOST),
+    "kv_blocks": (0, _MOST),
+    "drain_timeout_s": (0, 86_400),
+    "stall_limit_s": (0.1, 86_400),
+    "threads": (0, 4_096),
+}
+"""What each number may be, from and to. A stall limit of nothing would have the engine restarted at the first
+request; clocks take neither infinity nor what is no number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -181,23 +198,12 @@ def parse(argv: list[str]) -> EngineConfig:
     """EngineConfig from arguments; argparse exits with a message on bad ones."""
     p = parser()
     config = EngineConfig(**vars(p.parse_args(argv)))
-    positive = (
-        "port",
-        "management_port",
-        "capacity_max_batch_tokens",
-        "capacity_max_batch_sequences",
-        "kv_block_tokens",
-    )
-    for name in positive:
-        if getattr(config, name) < 1:
-            p.error(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("max_model_len", "kv_blocks", "threads", "drain_timeout_s"):
-        if getattr(config, name) < 0:
-            p.error(f"--{name.replace('_', '-')} must not be negative")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(config, name)
+        if not least <= value <= most:  # what is no number is in no range
+            p.error(f"--{name.replace('_', '-')} must be between {least:g} and {most}, and is {value}")
     if config.port == config.management_port:
         p.error("--port and --management-port must differ: the control API is not for clients")
-    if not 1 <= config.kv_memory_percent <= 98:
-        p.error("--kv-memory-percent must be between 1 and 98")
     if config.capacity_max_batch_tokens < config.capacity_max_batch_sequences:
         p.error("--capacity-max-batch-tokens must not be below --capacity-max-batch-sequences")
     return config

@@ -28,6 +28,8 @@ log = logging.getLogger("headway.front")
 JSON = "application/json"
 STALLED_READER_S = 60.0
 """A client that reads nothing for so long is taken to be gone."""
+MOST_BETWEEN_LOOKS_S = 15.0
+"""Clients are looked at so often at least, and four times in the time that they have."""
 
 
 class CoreReply(Response):
@@ -71,11 +73,12 @@ class CoreReply(Response):
     async def _run(self, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(send))
         leaving = asyncio.ensure_future(_disconnected(receive))
+        between_looks_s = min(MOST_BETWEEN_LOOKS_S, self._stalled_reader_s / 4)
         try:
             while not self._stalled():
                 tasks = {answering, leaving}
                 done, _ = await asyncio.wait(
-                    tasks, timeout=self._stalled_reader_s, return_when=asyncio.FIRST_COMPLETED
+                    tasks, timeout=between_looks_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if done:
                     break

@@ -43,7 +43,10 @@ class TenantPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"tenant {name!r}: weight {tenant.weight} is not a positive number")
             if not 0 <= tenant.tokens_per_s < float("inf"):
                 raise ValueError(f"tenant {name!r}: tokens_per_s is {tenant.tokens_per_s}")
-        if self.ageing_s < 0 or self.aged_share < 2:
+            for cap in ("max_queued_requests", "max_queued_tokens", "burst_tokens"):
+                if getattr(tenant, cap) < 0:
+                    raise ValueError(f"tenant {name!r}: {cap} is {getattr(tenant, cap)}")
+        if not self.ageing_s >= 0 or self.aged_share < 2:
             raise ValueError("ageing_s must not be negative and aged_share must be at least 2")
 
     def of(self, tenant: str) -> Tenant:

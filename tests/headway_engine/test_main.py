@@ -1,6 +1,7 @@
 """How an engine starts, drains, and ends: real processes, a toy model, real signals."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -239,6 +240,17 @@ def test_bad_files_end_the_engine_with_words(tmp_path):
         (["--kv-blocks", "-1"], "--kv-blocks"),
         (["--max-model-len", "-1"], "--max-model-len"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
+        (["--drain-timeout-s", "nan"], "--drain-timeout-s"),
+        (["--drain-timeout-s", "inf"], "--drain-timeout-s"),
+        (["--stall-limit-s", "0"], "--stall-limit-s must be between 0.1 and 86400, and is 0.0"),
+        (["--stall-limit-s", "-5"], "--stall-limit-s"),
+        (["--stall-limit-s", "nan"], "--stall-limit-s"),
+        (["--port", "65536"], "--port"),
+        (["--management-port", "0"], "--management-port"),
+        (["--threads", "-1"], "--threads"),
+        (["--threads", "1000000"], "--threads"),
+        (["--kv-memory-percent", "99"], "--kv-memory-percent"),
+        (["--kv-block-tokens", "0"], "--kv-block-tokens"),
         (["--capacity-max-batch-tokens", "8"], "--capacity-max-batch-sequences"),
     ],
 )
@@ -247,6 +259,17 @@ def test_arguments_that_make_no_sense_are_named(arguments, named, capsys):
     with pytest.raises(SystemExit):
         config.parse(["--model", "random://toy", *arguments])
     assert named in capsys.readouterr().err
+
+
+def test_every_number_of_the_command_line_has_a_range(capsys):
+    """A flag that comes later is not to take what makes no sense either."""
+    numbers = [f.name for f in dataclasses.fields(config.EngineConfig) if f.type in (int, float)]
+    assert "threads" in numbers
+    for name in numbers:
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(SystemExit):
+            config.parse(["--model", "random://toy", flag, "-7"])
+        assert f"{flag} must be between" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_ends_the_engine(tmp_path):

@@ -34,6 +34,25 @@ async def test_a_reader_that_does_not_read_is_cancelled_and_its_text_is_bounded(
     assert b.core.in_flight == 0
 
 
+async def test_a_stalled_reader_is_found_soon_after_its_limit(monkeypatch):
+    """Looked for four times within the limit, and every 15 s where the limit is long."""
+    for limit_s, between_s in ((5.0, 1.25), (60.0, 15.0), (3600.0, 15.0)):
+        waits = []
+        wait = asyncio.wait
+
+        async def watched(tasks, *, timeout=None, _wait=wait, _waits=waits, **options):
+            _waits.append(timeout)
+            return await _wait(tasks, timeout=timeout, **options)
+
+        monkeypatch.setattr(asyncio, "wait", watched)
+        b = Bench()
+        reply = asyncio.ensure_future(b.reply(stalled_reader_s=limit_s)({}, never, lambda m: settle()))
+        await settle()
+        reply.cancel()
+        monkeypatch.undo()
+        assert waits == [between_s]
+
+
 async def test_tokens_that_pile_up_behind_a_slow_reader_come_in_one_piece():
     """Row C.8 80: coalescing is what keeps the queue of a stream bounded."""
     b = Bench()

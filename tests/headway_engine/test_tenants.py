@@ -125,7 +125,17 @@ def test_the_policy_of_a_file_is_that_of_its_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "tenant", [{"weight": 0}, {"weight": -1}, {"tokens_per_s": -1}, {"weight": "4"}, {"share": 1}]
+    "tenant",
+    [
+        {"weight": 0},
+        {"weight": -1},
+        {"tokens_per_s": -1},
+        {"weight": "4"},
+        {"share": 1},
+        {"max_queued_requests": -1},
+        {"max_queued_tokens": -1},
+        {"burst_tokens": -1},
+    ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(tenant: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
