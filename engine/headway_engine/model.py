@@ -114,7 +114,7 @@ def load(
         dtype=compute,
         max_model_tokens=max_model_tokens,
         description=f"{type(module).__name__}, {millions:.1f} M parameters",
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=_eos_token_ids(module, int(getattr(config, "vocab_size", 0))),
         sampling_defaults=_sampling_defaults(module),
     )
 
@@ -135,12 +135,29 @@ def _stored_tensors(tensor: Any) -> Iterator[torch.Tensor]:
         yield from _stored_tensors(getattr(tensor, name))
 
 
-def _eos_token_ids(module: Any) -> tuple[int, ...]:
-    """All ids that end a text: those of the generation configuration, else of the configuration."""
+def _eos_token_ids(module: Any, vocab_size: int) -> tuple[int, ...]:
+    """All ids that end a text: those of the generation configuration, else of the configuration.
+
+    Ids that the model has no weights for are left out, and said: it can never give them, so nothing is lost,
+    and models that were trimmed or put together from others have such ids and serve well elsewhere. Kept,
+    they would fail each request that bans them for a while (`min_tokens`).
+    """
     for config in (getattr(module, "generation_config", None), module.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+        said = getattr(config, "eos_token_id", None)
+        ids = list(said) if isinstance(said, list | tuple) else [] if said is None else [said]
+        known = tuple(id for id in ids if type(id) is int and id >= 0 and (id < vocab_size or not vocab_size))
+        if len(known) < len(ids):
+            log.warning(
+                fields(
+                    "end-ids-unknown",
+                    ids=",".join(str(id) for id in ids if id not in known),
+                    vocabulary=vocab_size,
+                    where=type(config).__name__,
+                    kept=",".join(map(str, known)) or "none",
+                )
+            )
+        if known:
+            return known
     return ()
 
 

@@ -271,6 +271,26 @@ def test_the_generation_configuration_is_honoured(tmp_path: Path) -> None:
     assert load_folder(tmp_path).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize(
+    ("said", "kept", "told"),
+    [
+        ([7, 300], (7,), "ids=300"),
+        ([7, -1], (7,), "ids=-1"),
+        (300, (2,), "kept=none"),
+        ([7, 299], (7, 299), ""),
+    ],
+)
+def test_an_end_id_outside_the_vocabulary_is_ignored_and_told(
+    said: object, kept: tuple[int, ...], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a model serves elsewhere; kept, the id would fail every request that bans it for a while."""
+    tiny_models.plain("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    assert load_folder(tmp_path).eos_token_ids == kept
+    assert ("end-ids-unknown" in caplog.text) is bool(told)
+    assert told in caplog.text
+
+
 @pytest.mark.parametrize(("native", "warns"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_a_dtype_that_the_cpu_only_imitates_is_warned_of(
     native: torch.dtype, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
