@@ -1,235 +1,23 @@
-"""What the public port says of itself: its operations, and the form of their answers.
+"""What the public port says of itself: its operations, with their bodies, answers and examples.
 
-The structs are for the document only; `answers` writes bodies as dicts, and a test holds them to these. Knows
-nothing of how requests are handled.
+Knows nothing of how requests are handled, or of what stands in an answer (`answer_forms`).
 """
 
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
-
+from headway_engine import answer_forms as forms
 from headway_engine import bodies
 from headway_engine.embeddings import EmbeddingsBody
 from headway_engine.operations import Answer, Operation, Operations, Port, document
 from headway_engine.protocol import TENANT_HEADER
-
-Count = Annotated[int, Meta(ge=0)]
-Finish = Literal["stop", "length", "tool_calls"]
-
-
-class Form(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is in an answer that is not here."""
-
-
-class Error(Form):
-    message: str
-    type: Literal[
-        "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
-    ]
-    param: Annotated[str | None, Meta(description="the field of the body that is wrong")]
-    code: Annotated[str | None, Meta(description="the reason, for programs")]
-
-
-class ErrorBody(Form):
-    """Every answer other than 200, as OpenAI has it."""
-
-    error: Error
-
-
-class PromptDetails(Form):
-    cached_tokens: Annotated[int, Meta(ge=0, description="found in the prefix cache, not computed")]
-
-
-class Usage(Form):
-    prompt_tokens: Count
-    completion_tokens: Count
-    total_tokens: Count
-    prompt_tokens_details: PromptDetails
-
-
-class CompletionLogprobs(Form):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[Count]
-
-
-class CompletionChoice(Form):
-    index: Count
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Finish | None
-
-
-class Completion(Form):
-    """The answer of /v1/completions."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: Count
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class CompletionChunk(Form):
-    """An event of a stream. The last one of a stream that was asked for usage has no choices."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: Count
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class Embedding(Form):
-    object: Literal["embedding"]
-    index: Count
-    embedding: Annotated[
-        list[float] | str,
-        Meta(description="of length 1; with `base64`, float32 values in little-endian order"),
-    ]
-
-
-class EmbeddingsUsage(Form):
-    prompt_tokens: Count
-    total_tokens: Count
-
-
-class EmbeddingsList(Form):
-    """The answer of /v1/embeddings, in the order of the inputs."""
-
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingsUsage
-
-
-class CalledFunction(Form):
-    name: str
-    arguments: Annotated[str, Meta(description="JSON as text")]
-
-
-class ToolCall(Form):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class FunctionDelta(Form):
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Form):
-    index: Count
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class TopLogprob(Form):
-    token: str
-    logprob: float
-    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
-
-
-class TokenLogprob(Form):
-    token: str
-    logprob: float
-    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Form):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class AnswerMessage(Form):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(Form):
-    index: Count
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
-
-
-class Chat(Form):
-    """The answer of /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: Count
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class MessageDelta(Form):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
-class ChatChunkChoice(Form):
-    index: Count
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
-
-
-class ChatChunk(Form):
-    """An event of a stream. The last one of a stream that was asked for usage has no choices."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: Count
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-
-
-class Model(Form):
-    id: str
-    object: Literal["model"]
-    created: Count
-    owned_by: str
-    max_model_len: Annotated[int, Meta(ge=1, description="tokens of prompt and output together")]
-
-
-class Health(Form):
-    status: Literal["ok"]
-
-
-class Models(Form):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Tokens(Form):
-    count: Count
-    max_model_len: Annotated[int, Meta(ge=1)]
-    tokens: list[Count]
-
-
-class Text(Form):
-    prompt: str
 
 
 def _error(description: str, *, retry: bool = False, example: dict[str, Any] | None = None) -> Answer:
     headers = {"Retry-After": "seconds after which coming back helps"} if retry else {}
     return Answer(
         description=description,
-        type=ErrorBody,
+        type=forms.ErrorBody,
         headers=headers,
         example={"error": example} if example else None,
     )
@@ -296,7 +84,7 @@ OPERATIONS: Operations = {
             },
         },
         answers={
-            200: Answer(description="the answer", type=Chat, events=(ChatChunk, ErrorBody)),
+            200: Answer(description="the answer", type=forms.Chat, events=(forms.ChatChunk, forms.ErrorBody)),
             **GENERATED,
         },
     ),
@@ -311,7 +99,11 @@ OPERATIONS: Operations = {
             "stream": {**_ASKED, "prompt": "The capital of France is", "stream": True},
         },
         answers={
-            200: Answer(description="the answer", type=Completion, events=(CompletionChunk, ErrorBody)),
+            200: Answer(
+                description="the answer",
+                type=forms.Completion,
+                events=(forms.CompletionChunk, forms.ErrorBody),
+            ),
             **GENERATED,
         },
     ),
@@ -321,7 +113,7 @@ OPERATIONS: Operations = {
         summary="Whether requests are served now",
         description="For clients and load balancers; the probes of a kubelet are at the management port.",
         open=True,
-        answers={200: Answer(description="they are", type=Health), **STARTING},
+        answers={200: Answer(description="they are", type=forms.Health), **STARTING},
     ),
     ("post", "/v1/embeddings"): Operation(
         id="embed",
@@ -333,7 +125,7 @@ OPERATIONS: Operations = {
             "several": {"input": ["Paris", "Rome"], "encoding_format": "base64"},
         },
         answers={
-            200: Answer(description="the vectors", type=EmbeddingsList),
+            200: Answer(description="the vectors", type=forms.EmbeddingsList),
             **GENERATED,
         },
     ),
@@ -341,14 +133,20 @@ OPERATIONS: Operations = {
         id="models",
         tag="models",
         summary="List the models: the one that is served",
-        answers={200: Answer(description="the list", type=Models), **INVALID, **KEYS, **STARTING},
+        answers={200: Answer(description="the list", type=forms.Models), **INVALID, **KEYS, **STARTING},
     ),
     ("get", "/v1/models/{name}"): Operation(
         id="model",
         tag="models",
         summary="Describe a model",
         path_parameters={"name": "the served name; it may contain slashes"},
-        answers={200: Answer(description="the model", type=Model), **INVALID, **KEYS, **MODEL, **STARTING},
+        answers={
+            200: Answer(description="the model", type=forms.Model),
+            **INVALID,
+            **KEYS,
+            **MODEL,
+            **STARTING,
+        },
     ),
     ("post", "/tokenize"): Operation(
         id="tokenize",
@@ -357,7 +155,7 @@ OPERATIONS: Operations = {
         body=bodies.TokenizeBody,
         examples={"prompt": {"prompt": "The capital of France is"}},
         answers={
-            200: Answer(description="the tokens", type=Tokens),
+            200: Answer(description="the tokens", type=forms.Tokens),
             **READ,
         },
     ),
@@ -368,7 +166,7 @@ OPERATIONS: Operations = {
         body=bodies.DetokenizeBody,
         examples={"ids": {"tokens": [1, 2, 3]}},
         answers={
-            200: Answer(description="the text", type=Text),
+            200: Answer(description="the text", type=forms.Text),
             **READ,
         },
     ),
