@@ -149,13 +149,6 @@ class BlockPool:
                 self._idle[block] = None
         sequence.block_table.clear()
 
-    def forget(self) -> None:
-        """Drop every cached prefix; held blocks stay held."""
-        self._blank.extend(self._idle)
-        self._idle.clear()
-        self._block_of.clear()
-        self._hash_of = [None] * self.blocks
-
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError, with words, unless each block is free once or held by just these tables."""
         sequences = list(sequences)

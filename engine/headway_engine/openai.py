@@ -56,7 +56,6 @@ class Call:
     n: int
     stops: tuple[str, ...]
     ignore_eos: bool
-    seeded: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -196,7 +195,6 @@ def _call(
         n=b.n or 1,
         stops=_stops(b.stop),
         ignore_eos=bool(b.ignore_eos),
-        seeded=b.seed is not None,
         stream=bool(b.stream),
         include_usage=options.include_usage or options.continuous_usage_stats,
         continuous_usage=options.continuous_usage_stats,

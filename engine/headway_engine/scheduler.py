@@ -33,7 +33,7 @@ from headway_engine.window import CLOCK_GRAIN_S
 
 
 class Scheduler:
-    """Requests in, steps out. Not thread-safe; `commit` or `fail` follows each step before the next."""
+    """Requests in, steps out. Not thread-safe; `commit` follows each step before the next."""
 
     def __init__(
         self,
@@ -87,10 +87,6 @@ class Scheduler:
     def prefix_hit_tokens_total(self) -> int:
         """Prompt tokens that were found in the cache when their sequence first ran."""
         return self._roster.prefix_hit_tokens_total
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     def check(self) -> None:
         """Raise AssertionError, with words, unless the bookkeeping is consistent (for tests)."""
@@ -172,7 +168,7 @@ class Scheduler:
     def next_step(self, now_s: float) -> Step | None:
         """What to compute now, blocks in place; None when there is nothing to run now."""
         if self._step is not None:
-            raise RuntimeError("commit or fail the last step before asking for the next")
+            raise RuntimeError("commit the last step before asking for the next")
         self._step = plan_step(self._roster, self._limits, now_s, last=self._draining)
         self._step_began_s = now_s
         return self._step
@@ -198,15 +194,6 @@ class Scheduler:
         self._close(step)
         self._pace.note(step.prefill_tokens, now_s - self._step_began_s)
         return self._results.take_in(step, sampled, now_s)
-
-    def fail(self, step: Step, message: str) -> tuple[Event, ...]:
-        """A step that could not be computed: its sequences end, their blocks are free again."""
-        self._close(step)
-        return tuple(
-            self._roster.finish(chunk.sequence, FinishReason.ERROR, message)
-            for chunk in step.chunks
-            if self._roster.running.get(chunk.sequence.id) is chunk.sequence
-        )
 
     # Rules.
 

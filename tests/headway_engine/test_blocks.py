@@ -195,15 +195,6 @@ def test_two_that_compute_the_same_prefix_side_by_side_are_both_released_right()
     assert (pool.used_blocks, pool.cached_blocks) == (0, 2)
 
 
-def test_forgetting_keeps_what_is_held() -> None:
-    pool = BlockPool(8, 4)
-    held = computed(pool, a_sequence((1,) * 9, "held"))
-    released(pool, computed(pool, a_sequence((2,) * 9, "gone")))
-    pool.forget()
-    pool.check([held])
-    assert (pool.cached_blocks, pool.used_blocks) == (0, 3)
-
-
 def test_what_was_withdrawn_is_not_found_and_what_is_shared_stays() -> None:
     pool = BlockPool(8, 4)
     first = computed(pool, a_sequence((1,) * 5, "first"))

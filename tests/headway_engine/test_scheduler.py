@@ -111,7 +111,7 @@ def test_a_second_step_before_the_first_is_committed_is_an_error() -> None:
     drive.submit(a_request("a"))
     step = drive.plan()
     assert step is not None
-    with pytest.raises(RuntimeError, match="commit or fail"):
+    with pytest.raises(RuntimeError, match="commit the last step"):
         drive.scheduler.next_step(0.0)
     drive.commit(step)
     with pytest.raises(ValueError, match="not the step that is under way"):
@@ -420,7 +420,7 @@ def test_a_failed_step_ends_its_sequences_and_only_those() -> None:
     drive.submit(a_request("a"), a_request("b"), a_request("c"))
     step = drive.plan()
     assert step is not None
-    drive.note(drive.scheduler.fail(step, "out of memory"))
+    drive.fail(step, "out of memory")
     assert drive.ended == {"a": FinishReason.ERROR, "b": FinishReason.ERROR}
     assert drive.messages["a"] == "out of memory"
     assert drive.scheduler.pool.used_blocks == 0

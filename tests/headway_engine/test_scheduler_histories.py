@@ -88,8 +88,7 @@ def play(draw: st.DrawFn, drive: Drive) -> None:
             case "fail":
                 step = drive.plan()
                 if step is not None:
-                    drive.note(drive.scheduler.fail(step, "out of luck"))
-                    drive.scheduler.check()
+                    drive.fail(step, "out of luck")
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -195,6 +195,14 @@ class Drive:
             self._compute(step)
         return step
 
+    def fail(self, step: Step, message: str) -> None:
+        """A step of which nothing could be computed, as the loop tells of it."""
+        for chunk in step.chunks:
+            self.note(self.scheduler.give_up(chunk.sequence.id, message))
+            self.scheduler.check()
+        self.note(self.scheduler.commit(step, {}, self.now_s))
+        self.scheduler.check()
+
     def commit(self, step: Step) -> None:
         """Let the clock run on by the step's cost and take its tokens in."""
         self.now_s += self.cost(step)
