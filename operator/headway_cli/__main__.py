@@ -14,6 +14,7 @@ from headway_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Failed
 COMMANDS = {
     "demo": "see a real model answer, and the tuner at work, on this machine",
     "up": "serve a resource on this machine, without a cluster",
+    "simulate": "say what a resource would do under a traffic, on a virtual clock, before any of it runs",
     "replay": "play a request trace against an OpenAI endpoint and measure",
     "status": "say in words how a deployment in the cluster does, why, and what would change it",
 }

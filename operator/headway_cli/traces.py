@@ -35,6 +35,7 @@ class Arrival:
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    prefix_ids: tuple[int, ...] = ()  # of the prompt's blocks of 512 tokens, where the trace tells them
 
 
 def read(path: Path) -> list[Arrival]:
@@ -60,6 +61,18 @@ def shipped(name: str = CONVERSATION) -> list[Arrival]:
     """Arrivals of a trace that ships with Headway."""
     with as_file(files("headway_cli") / "data" / name) as path:
         return read(path)
+
+
+def poisson(
+    rate_per_s: float, duration_s: float, prompt_tokens: int, output_tokens: int, chance: Random
+) -> list[Arrival]:
+    """Arrivals at random, independent of each other, all of one size."""
+    found: list[Arrival] = []
+    at_s = chance.expovariate(rate_per_s)
+    while at_s < duration_s:
+        found.append(Arrival(at_s, prompt_tokens, output_tokens))
+        at_s += chance.expovariate(rate_per_s)
+    return found
 
 
 def scaled(arrivals: Sequence[Arrival], scale: float, chance: Random) -> list[Arrival]:
@@ -181,7 +194,12 @@ def _arrival(line: str, reader: Callable[[str], Arrival], where: str) -> Arrival
 
 def _mooncake(line: str) -> Arrival:
     row = json.loads(line)
-    return Arrival(float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"]))
+    return Arrival(
+        float(row["timestamp"]) / 1000,
+        int(row["input_length"]),
+        int(row["output_length"]),
+        tuple(int(id) for id in row.get("hash_ids", ())),
+    )
 
 
 def _csv_reader(header: Sequence[str]) -> Callable[[str], Arrival] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway_engine.protocol import BatchingMode, Capacity, Limits, Metric, Objectives, Outcome
@@ -131,9 +132,14 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 def parse(text: str) -> Sample:
     """The Sample that an exposition text holds; raises MetricsError when it is none of an engine's."""
+    return read(text_string_to_metric_families(text))
+
+
+def read(families: Iterable[Family]) -> Sample:
+    """The same from families of metrics, where an engine and its reader share a process."""
     series = _Series()
     try:
-        for family in text_string_to_metric_families(text):
+        for family in families:
             for sample in family.samples:
                 if sample.name.startswith(_PREFIX) and not math.isnan(sample.value):
                     series.add(sample.name, sample.labels, sample.value)

@@ -49,7 +49,8 @@ def test_azure_times_count_from_the_first_request(tmp_path: Path) -> None:
 
 def test_mooncake_lines_are_put_in_time_order(tmp_path: Path) -> None:
     """Milliseconds, one JSON object a line."""
-    assert traces.read(write(tmp_path, MOONCAKE)) == [Arrival(0.0, 10, 490), Arrival(3.0, 6758, 500)]
+    found = traces.read(write(tmp_path, MOONCAKE))
+    assert found == [Arrival(0.0, 10, 490, (0, 14)), Arrival(3.0, 6758, 500, (0, 1))]
 
 
 def test_servegen_columns_are_found_by_name(tmp_path: Path) -> None:
