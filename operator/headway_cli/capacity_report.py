@@ -54,6 +54,26 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One look of the tuner: what it saw in the interval before, and what was in force in it."""
+
+    at_s: float
+    replicas: int
+    replicas_needed: int | None
+    offered_per_s: float | None
+    refused_per_s: float | None
+    output_tokens_per_s: float | None
+    attainment: float | None
+    ttft_s: float | None  # at the target's percentile, or p95
+    itl_s: float | None
+    max_batch_tokens: int
+    max_batch_sequences: int
+    prefill_chunk_tokens: int
+    max_queued_tokens: int
+    feasibility: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """What the replicas cost. An accelerator is a whole replica where the resource asks for none."""
 
@@ -99,6 +119,7 @@ class Figures:
     meets: bool  # every target that there is
     refusals: tuple[Refusals, ...]
     moves: tuple[Move, ...]
+    ticks: tuple[Moment, ...]
     verdict: Verdict
     limits: Limits  # at the end
     cost: Cost | None
@@ -140,6 +161,7 @@ def figures(outcome: Outcome, *, price_per_hour: float | None = None) -> Figures
         meets=all(target.met for target in targets if target.target_s is not None),
         refusals=_refusals(journeys),
         moves=tuple(_moves(outcome)),
+        ticks=tuple(_moments(outcome)),
         verdict=_verdict(outcome),
         limits=outcome.limits,
         cost=None if price_per_hour is None else _cost(outcome, price_per_hour, output_tokens),
@@ -240,6 +262,27 @@ def _moves(outcome: Outcome) -> Iterable[Move]:
                 why=change.why,
                 reason=tick.decision.reason,
             )
+
+
+def _moments(outcome: Outcome) -> Iterable[Moment]:
+    for tick in outcome.ticks:
+        seen, limits = tick.decision.evidence, tick.limits
+        yield Moment(
+            at_s=tick.at_s,
+            replicas=outcome.setup.replicas,
+            replicas_needed=seen.replicas_needed,
+            offered_per_s=seen.offered_per_s,
+            refused_per_s=seen.refused_per_s,
+            output_tokens_per_s=seen.output_tokens_per_s,
+            attainment=seen.attainment,
+            ttft_s=seen.measured_ttft_s,
+            itl_s=seen.measured_itl_s,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_batch_sequences=limits.max_batch_sequences,
+            prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            max_queued_tokens=limits.max_queued_tokens,
+            feasibility=tick.decision.feasibility.value,
+        )
 
 
 def _verdict(outcome: Outcome) -> Verdict:

@@ -24,6 +24,8 @@ from headway_engine.protocol import Capacity, InvalidLimits
 from headway_operator.resource import Batching, Resource, TuningMode, parse
 
 RATE_DURATION_S = 600.0
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=arguments.positive, metavar="PER_S",
         help=f"requests a second, Poisson, for --duration (default {RATE_DURATION_S:g} s)",
     )  # fmt: skip
-    made.add_argument("--prompt-tokens", type=arguments.count, default=512, metavar="N", help="default 512")
-    made.add_argument("--output-tokens", type=arguments.count, default=128, metavar="N", help="default 128")
+    made.add_argument("--prompt-tokens", type=arguments.count, metavar="N", help=f"default {PROMPT_TOKENS}")
+    made.add_argument("--output-tokens", type=arguments.count, metavar="N", help=f"default {OUTPUT_TOKENS}")
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--step-cost", metavar="BASE_MS,PREFILL_US,DECODE_US,KV_NS",
@@ -114,6 +116,8 @@ def _print(
         return
     if args.find_replicas:
         print("\n".join([*capacity_table.comparison(tried, args.currency), ""]))
+        if not tried[-1].meets:
+            print(f"No number of replicas up to {args.find_replicas} meets the SLO.\n")
     acting = resource.tuning.mode is TuningMode.AUTO
     print("\n".join(capacity_table.lines(tried[-1], assumptions, currency=args.currency, acting=acting)))
 
@@ -163,14 +167,23 @@ def _step_cost(args: argparse.Namespace) -> Known:
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
+    of_a_trace = {"--trace": args.trace, "--start": args.start, "--max-prompt": args.max_prompt}
+    of_a_trace |= {"--max-output": args.max_output, "--scale": args.scale != 1.0}
+    of_a_rate = {"--prompt-tokens": args.prompt_tokens, "--output-tokens": args.output_tokens}
+    if args.rate is None and args.trace is None:
+        raise UserError("no traffic", "Give --trace FILE, --trace sample, or --rate PER_S")
+    # What would be left out without a word is an error.
+    for option, value in (of_a_rate if args.rate is None else of_a_trace).items():
+        if value:
+            raise UserError(f"{option} is of no use {'without' if args.rate is None else 'beside'} --rate")
     if args.rate is None:
-        if args.trace is None:
-            raise UserError("no traffic", "Give --trace FILE, --trace sample, or --rate PER_S")
         return chosen_arrivals(args)
-    if args.trace is not None:
-        raise UserError("--trace and --rate: give one of them")
     found = traces.poisson(
-        args.rate, args.duration or RATE_DURATION_S, args.prompt_tokens, args.output_tokens, Random(args.seed)
+        args.rate,
+        args.duration or RATE_DURATION_S,
+        args.prompt_tokens or PROMPT_TOKENS,
+        args.output_tokens or OUTPUT_TOKENS,
+        Random(args.seed),
     )
     if not found:
         raise UserError("no request comes at this --rate in this --duration")

@@ -59,7 +59,7 @@ class Journey:
     tokens: int = 0
     gaps_over: int = 0  # gaps longer than the ITL target
     fate: Fate = Fate.OPEN
-    why: str = ""  # one word where it was refused
+    why: str = ""  # where it was refused: the limit in the resource, or the engine's word for it
     message: str = ""
 
     @property
@@ -233,7 +233,9 @@ class SimulatedEngine:
                 del self._open[event.id]
                 journey.fate = _FATES.get(event.reason, Fate.FAILED)
                 if journey.fate is not Fate.FINISHED:
-                    journey.last_s, journey.why, journey.message = now_s, event.reason.value, event.message
+                    timed_out = event.reason is FinishReason.TIMEOUT
+                    journey.why = "queue.timeout" if timed_out else event.reason.value
+                    journey.last_s, journey.message = now_s, event.message
 
     def _gauges(self) -> Gauges:
         s = self._scheduler
@@ -255,9 +257,13 @@ _FATES = {
 }
 
 
+_QUEUE_LIMITS = {"max_queued_requests": "queue.maxRequests", "max_queued_tokens": "queue.maxTokens"}
+"""Names in the engine's refusals, and in the resource."""
+
+
 def _why(refusal: Rejected) -> str:
     """The limit that the refusal names, or its reason."""
-    limits = (name for name in Limits.__struct_fields__ if name in refusal.message)
+    limits = (name for word, name in _QUEUE_LIMITS.items() if word in refusal.message)
     return next(limits, refusal.reason.value)
 
 

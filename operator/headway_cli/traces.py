@@ -6,19 +6,27 @@ a little jitter. Knows nothing of prompts, HTTP or clocks.
 """
 
 import csv
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import as_file, files
 from pathlib import Path
 from random import Random
+from typing import Any
 
 CONVERSATION = "azure_conv_2023_sample.csv"
 """The trace that ships with Headway; see data/README.md for its source and licence."""
 
 SHIPPED_SHARE = 0.4
 """Share of the original's requests that the shipped trace has."""
+
+MOST_TOKENS = 100_000_000
+"""More than any model takes; a longer request is a column that means something else."""
+
+MOST_PREFIX_ID = 1 << 62
 
 JITTER_S = 0.5
 """How far a repeated request is moved from the one it repeats."""
@@ -42,8 +50,9 @@ def read(path: Path) -> list[Arrival]:
     """Arrivals of a file in time order, the first at 0 s.
 
     Known by their header: Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens), ServeGen CSV (timestamp_ms,
-    input_length, output_length); files that begin with `{` are Mooncake JSON lines (timestamp in ms,
-    input_length, output_length).
+    input_length, output_length), plain CSV (arrival_s, prompt_tokens, output_tokens); files that begin with
+    `{` are Mooncake JSON lines (timestamp in ms, input_length, output_length). Raises BadTrace that names
+    file, line and field.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -158,74 +167,113 @@ def _from_zero(arrivals: Iterable[Arrival]) -> list[Arrival]:
     return [replace(a, at_s=a.at_s - ordered[0].at_s) for a in ordered]
 
 
-def _rows(lines: Iterable[str], where: str) -> Iterator[Arrival]:
-    """Arrivals as they stand in the file; times may start anywhere."""
-    numbered = ((n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#"))
-    try:
-        _, first = next(numbered)
-    except StopIteration:
-        return
-    if first.lstrip().startswith("{"):
-        yield _arrival(first, _mooncake, f"{where}, line 1")
-        for n, line in numbered:
-            yield _arrival(line, _mooncake, f"{where}, line {n}")
-        return
-    header = [name.strip() for name in next(csv.reader([first.lstrip("\ufeff")]))]
-    reader = _csv_reader(header)
-    if reader is None:
-        raise BadTrace(
-            f"{where}: unknown columns {', '.join(header)}; Headway reads TIMESTAMP,ContextTokens,"
-            "GeneratedTokens (Azure), timestamp_ms,input_length,output_length (ServeGen), and JSON lines "
-            "with timestamp, input_length, output_length (Mooncake)"
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """What the fields of a format are called, and how its times read."""
+
+    name: str
+    time: str
+    prompt: str
+    output: str
+    seconds: Callable[[Any], float]
+
+    def arrival(self, row: Mapping[str, Any], where: str) -> Arrival:
+        """One request of a file; `where` is the file and the line."""
+        return Arrival(
+            _seconds(self._field(row, self.time, where), self.seconds, f"{where}, {self.time}"),
+            _tokens(self._field(row, self.prompt, where), f"{where}, {self.prompt}"),
+            _tokens(self._field(row, self.output, where), f"{where}, {self.output}"),
+            _prefix_ids(row.get("hash_ids"), f"{where}, hash_ids"),
         )
-    for n, line in numbered:
-        yield _arrival(line, reader, f"{where}, line {n}")
 
-
-def _arrival(line: str, reader: Callable[[str], Arrival], where: str) -> Arrival:
-    try:
-        arrival = reader(line)
-    except (ValueError, KeyError, IndexError, TypeError) as e:
-        raise BadTrace(f"{where}: cannot read {line.strip()[:80]!r} ({e})") from e
-    if arrival.prompt_tokens < 0 or arrival.output_tokens < 0:
-        raise BadTrace(f"{where}: a length below 0")
-    return arrival
-
-
-def _mooncake(line: str) -> Arrival:
-    row = json.loads(line)
-    return Arrival(
-        float(row["timestamp"]) / 1000,
-        int(row["input_length"]),
-        int(row["output_length"]),
-        tuple(int(id) for id in row.get("hash_ids", ())),
-    )
-
-
-def _csv_reader(header: Sequence[str]) -> Callable[[str], Arrival] | None:
-    """The reader for a header, None for one that no known format has."""
-
-    def columns(*names: str) -> tuple[int, int, int] | None:
-        if any(name not in header for name in names):
-            return None
-        time, prompt, output = (header.index(name) for name in names)
-        return time, prompt, output
-
-    def read_with(at: tuple[int, int, int], seconds: Callable[[str], float]) -> Callable[[str], Arrival]:
-        def one(line: str) -> Arrival:
-            row = next(csv.reader([line]))
-            return Arrival(seconds(row[at[0]]), int(row[at[1]]), int(row[at[2]]))
-
-        return one
-
-    if azure := columns("TIMESTAMP", "ContextTokens", "GeneratedTokens"):
-        return read_with(azure, lambda text: _utc_seconds(text.strip()))
-    if servegen := columns("timestamp_ms", "input_length", "output_length"):
-        return read_with(servegen, lambda text: float(text) / 1000)
-    return None
+    def _field(self, row: Mapping[str, Any], name: str, where: str) -> Any:
+        if row.get(name) is None:
+            raise BadTrace(f"{where}, {name}: is missing")
+        return row[name]
 
 
 def _utc_seconds(text: str) -> float:
     """Seconds of an Azure time stamp, UTC where it names no zone."""
-    moment = datetime.fromisoformat(text)
+    moment = datetime.fromisoformat(text.strip())
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _milliseconds(value: Any) -> float:
+    return float(value) / 1000
+
+
+_MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", _milliseconds)
+_CSV_FORMATS = (
+    _Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens", _utc_seconds),
+    _Format("ServeGen", "timestamp_ms", "input_length", "output_length", _milliseconds),
+    _Format("seconds", "arrival_s", "prompt_tokens", "output_tokens", float),
+)
+
+
+def _rows(lines: Iterable[str], where: str) -> Iterator[Arrival]:
+    """Arrivals as they stand in the file; times may start anywhere."""
+    numbered = ((n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#"))
+    try:
+        first_number, first = next(numbered)
+    except StopIteration:
+        return
+    first = first.lstrip("\ufeff")
+    if first.lstrip().startswith("{"):
+        for n, line in itertools.chain([(first_number, first)], numbered):
+            yield _MOONCAKE.arrival(_json_row(line, f"{where}, line {n}"), f"{where}, line {n}")
+        return
+    header = [name.strip() for name in next(csv.reader([first]))]
+    format = next((f for f in _CSV_FORMATS if {f.time, f.prompt, f.output} <= set(header)), None)
+    if format is None:
+        known = "; ".join(f"{f.time},{f.prompt},{f.output} ({f.name})" for f in _CSV_FORMATS)
+        raise BadTrace(
+            f"{where}, line {first_number}: unknown columns {', '.join(header)}; Headway reads {known}; and "
+            "JSON lines with timestamp in ms, input_length, output_length (Mooncake)"
+        )
+    for n, line in numbered:
+        yield format.arrival(_csv_row(line, header, f"{where}, line {n}"), f"{where}, line {n}")
+
+
+def _csv_row(line: str, header: Sequence[str], where: str) -> Mapping[str, str]:
+    try:
+        return dict(zip(header, next(csv.reader([line])), strict=False))
+    except csv.Error as e:
+        raise BadTrace(f"{where}: not a row of a CSV file ({e})") from e
+
+
+def _json_row(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as e:
+        raise BadTrace(f"{where}: not a line of JSON ({e})") from e
+    if not isinstance(row, dict):
+        raise BadTrace(f"{where}: not a JSON object")
+    return row
+
+
+def _seconds(value: Any, seconds: Callable[[Any], float], where: str) -> float:
+    try:
+        found = seconds(value)
+    except (ValueError, TypeError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise BadTrace(f"{where}: {value!r} is not a time")
+    return found
+
+
+def _tokens(value: Any, where: str, most: int = MOST_TOKENS) -> int:
+    try:
+        found = int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise BadTrace(f"{where}: {value!r} is not a whole number") from None
+    if not 0 <= found <= most:
+        raise BadTrace(f"{where}: {found} is not between 0 and {most}")
+    return found
+
+
+def _prefix_ids(value: Any, where: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise BadTrace(f"{where}: {value!r} is not a list")
+    return tuple(_tokens(id, where, MOST_PREFIX_ID) for id in value)

@@ -73,7 +73,7 @@ def test_the_mean_wait_is_what_queueing_theory_says() -> None:
     """Poisson arrivals, one at a time, 20 ms each (M/D/1): the mean wait is rho / (2 (1 - rho)) services."""
     batching = Batching(max_batch_sequences=1, queue_timeout_ms=0, max_queued_tokens=1_000_000)
     for rate_per_s in (25.0, 35.0):
-        arrivals = traces.poisson(rate_per_s, 600.0, 100, 1, Random(5))
+        arrivals = traces.poisson(rate_per_s, 400.0, 100, 1, Random(5))
         outcome = simulate(a_setup(batching=batching), arrivals)
         assert all(j.fate is Fate.FINISHED for j in outcome.journeys)
         rho = rate_per_s * 0.020
@@ -91,7 +91,7 @@ def test_what_does_not_fit_in_the_queue_is_refused_with_the_limit() -> None:
     assert found.offered == 10
     assert found.finished + found.refused == 10
     (refused,) = found.refusals
-    assert (refused.why, refused.count) == ("max_queued_requests", found.refused)
+    assert (refused.why, refused.count) == ("queue.maxRequests", found.refused)
     assert "requests are waiting" in refused.example
 
 
@@ -100,7 +100,7 @@ def test_who_waits_too_long_is_refused_by_the_queue_timeout() -> None:
     batching = Batching(max_batch_sequences=1, queue_timeout_ms=1000)
     outcome = simulate(a_setup(batching=batching), [Arrival(0.0, 100, 900), Arrival(0.1, 100, 5)])
     found = figures(outcome)
-    assert [(r.why, r.count) for r in found.refusals] == [("timeout", 1)]
+    assert [(r.why, r.count) for r in found.refusals] == [("queue.timeout", 1)]
 
 
 def busy(seconds: float = 120, rate: float = 20, **values: object) -> Outcome:
@@ -122,7 +122,7 @@ def test_the_tuner_moves_the_limits_as_it_would_in_a_cluster() -> None:
 
 def test_more_replicas_share_the_traffic_and_cost_more() -> None:
     """All requests are there, and each replica had a part."""
-    one, three = busy(rate=30), busy(rate=30, replicas=3)
+    one, three = busy(seconds=40, rate=30), busy(seconds=40, rate=30, replicas=3)
     assert len(one.journeys) == len(three.journeys)
     assert {j.replica for j in three.journeys} == {0, 1, 2}
     alone, shared = figures(one, price_per_hour=1.0), figures(three, price_per_hour=1.0)
@@ -157,6 +157,18 @@ def test_the_definitions_are_those_of_a_replay() -> None:
     assert found.targets[2].spread == told.e2e
     ttft_only = figures(simulate(a_setup(a_slo(ttft_ms=100)), [Arrival(0.0, 100, 3)] * 8))
     assert ttft_only.attainment == ttft_only.targets[0].kept
+
+
+def test_a_real_trace_is_served_whole() -> None:
+    """Ten minutes of the trace that ships with Headway: each request has one end, and a time for it."""
+    arrivals = traces.window(traces.shipped(), 0.0, 600.0)
+    quick = StepCost(base_s=0.007, per_prefill_token_s=33e-6, per_decode_s=10e-6, per_kv_token_s=45e-9)
+    outcome = simulate(a_setup(a_slo(ttft_ms=1000, itl_ms=50), tuning=Tuning(), cost=quick), arrivals[:300])
+    assert [j.arrival for j in outcome.journeys] == arrivals[:300]
+    assert all(j.fate is Fate.FINISHED for j in outcome.journeys)
+    assert all(j.tokens == max(1, j.arrival.output_tokens) for j in outcome.journeys)
+    assert all(0 < (j.ttft_s or 0) <= j.e2e_s for j in outcome.journeys)
+    assert outcome.gaps_us.total() == sum(j.tokens - 1 for j in outcome.journeys)
 
 
 def _answer(outcome: Outcome, number: int) -> Answer:

@@ -22,6 +22,10 @@ SERVEGEN = """timestamp_ms,client_id,input_length,output_length
 130,14,20,1
 642,12,37,2
 """
+PLAIN = """# made by a script
+arrival_s,prompt_tokens,output_tokens
+1.5,300,20
+"""
 
 arrivals = st.lists(
     st.builds(
@@ -67,14 +71,27 @@ def test_the_shipped_trace_reads_and_has_the_rate_its_licence_note_tells() -> No
     assert 2.2 < traces.requests_per_second(found) < 2.4
 
 
+def test_plain_seconds_are_read_too(tmp_path: Path) -> None:
+    """What a short script over one's own logs can write; lines with # are remarks."""
+    found = traces.read(write(tmp_path, PLAIN + "2.0,5,1\n"))
+    assert found == [Arrival(0.0, 300, 20), Arrival(0.5, 5, 1)]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "no requests"),
         ("a,b\n1,2\n", "unknown columns a, b"),
-        (AZURE + "2023-11-16 18:15:52,x,1\n", "line 5"),
-        (MOONCAKE + '{"timestamp": 1}\n', "line 3"),
-        (SERVEGEN + "700,1,-5,2\n", "line 4: a length below 0"),
+        (AZURE + "2023-11-16 18:15:52,x,1\n", "trace, line 5, ContextTokens: 'x' is not a whole number"),
+        (AZURE + "yesterday,1,1\n", "trace, line 5, TIMESTAMP: 'yesterday' is not a time"),
+        (AZURE + "2023-11-16 18:15:52,7\n", "trace, line 5, GeneratedTokens: is missing"),
+        (MOONCAKE + '{"timestamp": 1}\n', "trace, line 3, input_length: is missing"),
+        (MOONCAKE + '{"timestamp": 1, ', "trace, line 3: not a line of JSON"),
+        (MOONCAKE + "[1]\n", "trace, line 3: not a JSON object"),
+        (MOONCAKE.replace("[0, 1]", "7"), "trace, line 1, hash_ids: 7 is not a list"),
+        (SERVEGEN + "700,1,-5,2\n", "trace, line 4, input_length: -5 is not between 0 and"),
+        (SERVEGEN + "nan,1,5,2\n", "trace, line 4, timestamp_ms: 'nan' is not a time"),
+        (PLAIN + "2.5,10,1e3\n", "trace, line 4, output_tokens: '1e3' is not a whole number"),
         ("timestamp_ms,client_id,input_length,output_length\n", "no requests"),
     ],
 )
