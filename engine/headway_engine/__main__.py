@@ -31,6 +31,7 @@ from headway_engine.keys import KeyRing, KeysError
 from headway_engine.protocol import CONTROL_KEY_ENV, Objectives
 from headway_engine.server import Front, public_app
 from headway_engine.telemetry import Telemetry
+from headway_engine.tenants import TenantPolicy
 
 log = logging.getLogger("headway.front")
 
@@ -61,13 +62,13 @@ async def serve(
     settings: config.EngineConfig, argv: Sequence[str], core_command: Sequence[str] = CORE_COMMAND
 ) -> int:
     """Run until a signal or the loss of the core; the exit status. `settings` was parsed from `argv`."""
-    telemetry = Telemetry(
-        starting_objectives(settings), start_time_s=time.time(), tenants=declared_tenants(settings)
-    )
+    tenants = declared_tenants(settings)
+    objectives = starting_objectives(settings)
+    telemetry = Telemetry(objectives, start_time_s=time.time(), tenants=tuple(tenants.tenants))
     core = CoreClient(telemetry)
     name = config.served_name(settings)
     traces = tracing.tracer(os.environ)
-    front = Front(core, telemetry, name, created=int(time.time()), keys=api_keys(settings))
+    front = Front(core, telemetry, name, created=int(time.time()), keys=api_keys(settings), tenants=tenants)
     key = os.environ.get(CONTROL_KEY_ENV, "")
     apps = {
         settings.port: public_app(front, watchers(settings, traces)),
@@ -206,10 +207,10 @@ def starting_objectives(settings: config.EngineConfig) -> Objectives:
         raise SystemExit(f"--objectives-file {settings.objectives_file}: {error}") from error
 
 
-def declared_tenants(settings: config.EngineConfig) -> tuple[str, ...]:
-    """Names in the tenants file. Exits with words for a bad one, before the core would stumble over it."""
+def declared_tenants(settings: config.EngineConfig) -> TenantPolicy:
+    """What the tenants file says. Exits with words for a bad one, before the core would stumble over it."""
     try:
-        return tuple(tenant_policy(settings).tenants)
+        return tenant_policy(settings)
     except (OSError, msgspec.DecodeError) as error:
         raise SystemExit(f"--tenants-file {settings.tenants_file}: {error}") from error
 

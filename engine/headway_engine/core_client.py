@@ -1,7 +1,8 @@
 """The front end's hold on the engine core: requests go in, each one's events come back to its mailbox.
 
 Owns the list of requests in flight, and the promise that every one of them gets an end: from the core,
-from a cancel, or from here when the core is gone. Knows nothing of HTTP.
+from a cancel, or from here when the core is gone. A call that was taken in is carried through a drain. Knows
+nothing of HTTP.
 """
 
 import asyncio
@@ -31,7 +32,16 @@ from headway_engine.messages import (
     Submit,
 )
 from headway_engine.protocol import Limits, Outcome
-from headway_engine.sequence import Event, Finished, Rejected, Request, RequestId, Started
+from headway_engine.sequence import (
+    Event,
+    Finished,
+    FinishReason,
+    Rejected,
+    RejectReason,
+    Request,
+    RequestId,
+    Started,
+)
 from headway_engine.storms import Began, Over, Storms
 from headway_engine.telemetry import Journey, Telemetry
 from headway_engine.text import Tokeniser
@@ -83,6 +93,10 @@ class Mailbox:
         self._news.append(news)
         self._wake.set()
 
+    async def filled(self) -> None:
+        """Wait until there are news, and leave them."""
+        await self._wake.wait()
+
     async def take(self) -> list[News]:
         """All news since the last time; waits for the first."""
         await self._wake.wait()
@@ -108,6 +122,10 @@ class CoreClient:
         self._end: FrontEnd | None = None
         self._boxes: dict[RequestId, Mailbox] = {}
         self._unstarted: set[RequestId] = set()
+        self._kept: set[RequestId] = set()  # of calls that go in portions
+        self._held: set[RequestId] = set()  # of these, those that the core does not have now
+        self._promised: set[RequestId] = set()  # the core hears of a drain when none of them is open
+        self._told_of_drain = False
         self._tickets: dict[int, asyncio.Future[Limits]] = {}
         self._next_ticket = 0
         self._answering = 0
@@ -149,26 +167,59 @@ class CoreClient:
 
     def submit(self, requests: Sequence[Request], box: Mailbox) -> None:
         """Hand requests to the core; the mailbox gets all that comes of them."""
-        if self._owed_since_s is None:
-            self._owed_since_s = self._clock()
+        if self._take_in(requests, box):
+            # Those whose grammar is prepared are admitted one by one: a drain must not cut their call in two.
+            self._promised.update(r.id for r in requests if r.call and r.sampling.grammar)
+            self.hand_over(requests)
+
+    def accept(self, requests: Sequence[Request], box: Mailbox) -> None:
+        """Take in a call that goes to the core in portions: each of its requests waits here for `hand_over`.
+
+        One that the core refuses for the moment, or that waited too long there, is here again: it has not
+        ended, its caller hands it over once more or ends it.
+        """
+        if self._take_in(requests, box, kept=True):
+            for ids in (self._kept, self._held, self._promised):
+                ids.update(r.id for r in requests)
+
+    def hand_over(self, requests: Sequence[Request]) -> None:
+        """Send a portion to the core. What was cut off meanwhile stays away."""
         for request in requests:
-            box.journeys.append(self._telemetry.arrived(request))
-            self._boxes[request.id] = box
+            if request.id not in self._boxes:
+                continue
+            if self._owed_since_s is None:
+                self._owed_since_s = self._clock()
+            self._held.discard(request.id)
             self._unstarted.add(request.id)
+            self._telemetry.handed_over(request)
+            self._send(Submit(request))
+
+    def _take_in(self, requests: Sequence[Request], box: Mailbox, *, kept: bool = False) -> bool:
+        """Whether there is somebody who will have them; if not, the mailbox says so."""
+        for request in requests:
+            box.journeys.append(self._telemetry.arrived(request, kept=kept))
+            self._boxes[request.id] = box
         self._idle.clear()
         if self.phase is Phase.GONE:
             self._cut_off_gone()
-            return
-        for request in requests:
-            self._send(Submit(request))
+            return False
+        if self.draining:
+            for request in requests:
+                self._telemetry.ended(request.id, Outcome.REJECTED, self._clock())
+                reason, words = RejectReason.DRAINING, "the engine is shutting down"
+                self._put(Rejected(request.id, reason, words, DRAINING_RETRY_S))
+                self._forget(request.id)
+            return False
+        return True
 
     def end(self, id: RequestId, outcome: Outcome) -> None:
         """Forget a request, and have the core forget it. Nothing happens to one that has ended."""
         if id not in self._boxes:
             return
+        held = id in self._held
         self._telemetry.ended(id, outcome, self._clock())
         self._forget(id)
-        if self.phase is not Phase.GONE:
+        if self.phase is not Phase.GONE and not held:
             self._send(Abort(id))
 
     async def set_limits(self, limits: Limits) -> Limits:
@@ -186,11 +237,15 @@ class CoreClient:
             self._tickets.pop(ticket, None)
 
     def drain(self) -> None:
-        """No newcomers from now on."""
+        """No newcomers from now on. The core is told once it has all of the calls that were taken in."""
         self.draining = True
         self.ending.set()
         self._telemetry.draining = True
-        if self.phase is not Phase.GONE:
+        self._tell_of_drain()
+
+    def _tell_of_drain(self) -> None:
+        if self.draining and not self._told_of_drain and not self._promised and self.phase is not Phase.GONE:
+            self._told_of_drain = True
             self._send(Drain())
 
     def stop(self) -> None:
@@ -249,6 +304,12 @@ class CoreClient:
                 storm = self._storms.note(report.gauges.preemptions_total, now_s)
                 if storm is not None:
                     log_storm(storm, report.gauges)
+            case Refused(rejected=Rejected(reason=RejectReason.QUEUE_FULL) as rejected, gauges=gauges) if (
+                rejected.id in self._kept
+            ):
+                self._telemetry.note(gauges)
+                self._hold(rejected.id)
+                self._put(rejected)
             case Refused(rejected=rejected, gauges=gauges):
                 self._telemetry.refused(rejected.id, gauges, now_s)
                 self._put(rejected)
@@ -265,7 +326,7 @@ class CoreClient:
                 await self._become_ready(report)
             case Died(message=message):
                 self._last_words = message
-        self._owed_since_s = now_s if self._boxes else None
+        self._owed_since_s = now_s if len(self._boxes) > len(self._held) else None
 
     async def _become_ready(self, ready: Ready) -> None:
         self.doing = "loading the tokenizer"
@@ -296,18 +357,30 @@ class CoreClient:
         for event in events:
             self._put(event)
             if isinstance(event, Finished):
-                self._forget(event.id)
+                if event.reason is FinishReason.TIMEOUT and event.id in self._kept:
+                    self._hold(event.id)
+                else:
+                    self._forget(event.id)
             elif isinstance(event, Started):
                 self._unstarted.discard(event.id)
+                if event.id not in self._kept:
+                    self._promised.discard(event.id)
+        self._tell_of_drain()
 
     def _put(self, news: News) -> None:
         box = self._boxes.get(news.id)
         if box is not None:
             box.put(news)
 
+    def _hold(self, id: RequestId) -> None:
+        self._held.add(id)
+        self._unstarted.discard(id)
+
     def _forget(self, id: RequestId) -> None:
         self._boxes.pop(id, None)
-        self._unstarted.discard(id)
+        for ids in (self._unstarted, self._kept, self._held, self._promised):
+            ids.discard(id)
+        self._tell_of_drain()
         self._rest()
 
     def _rest(self) -> None:

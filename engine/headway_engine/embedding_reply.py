@@ -4,9 +4,9 @@ Knows nothing of routes, and nothing of how a vector is made.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.types import Send
@@ -27,9 +27,12 @@ from headway_engine.sequence import (
     RequestId,
     VectorOut,
 )
+from headway_engine.tenants import Tenant
 
 INLINE_VECTOR_BYTES = 1 << 18
 """Answers with more of them are written in a thread: every stream would wait for them."""
+DRAIN_PAUSE_S = 1.0
+"""The longest pause before an input comes again in a drain: nobody else comes, so there is soon room."""
 
 
 class EmbeddingsReply(CoreReply):
@@ -42,13 +45,14 @@ class EmbeddingsReply(CoreReply):
         requests: Sequence[Request],
         *,
         limits: Limits,
+        tenant: Tenant,
         model_name: str,
         clock: Callable[[], float] = time.monotonic,
         stalled_reader_s: float = STALLED_READER_S,
     ) -> None:
         super().__init__(core, requests, clock=clock, stalled_reader_s=stalled_reader_s)
         self._call = call
-        self._feed = Feed(requests, limits)
+        self._feed = Feed(requests, limits, tenant)
         self._model_name = model_name
         self._vectors: dict[RequestId, bytes] = {}
         self._prompt_tokens = sum(len(r.prompt) for r in requests)
@@ -59,7 +63,8 @@ class EmbeddingsReply(CoreReply):
 
     async def _compute(self, send: Send) -> None:
         feed = self._feed
-        self._core.submit(feed.take(), self._box)
+        self._core.accept(self._requests, self._box)
+        self._core.hand_over(feed.take())
         while not feed.done:
             for item in await self._box.take():
                 self._push(item)
@@ -72,7 +77,7 @@ class EmbeddingsReply(CoreReply):
                 # These wait from now on: the queue timeout is not for the whole call.
                 now_s = self._clock()
                 portion = [msgspec.structs.replace(r, arrival_s=now_s) for r in portion]
-                self._core.submit(portion, self._box)
+                self._core.hand_over(portion)
         await self._send_whole(send, await self._body())
 
     def _push(self, item: News) -> None:
@@ -102,10 +107,18 @@ class EmbeddingsReply(CoreReply):
         self._feed.hold_back(refused.id)
 
     async def _pause(self, seconds: float) -> None:
-        """Before an input comes again. An engine that ends does not let the client wait for an answer."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._core.ending.wait()
+        """Before an input comes again. A drain makes it short, and the end of the engine, which is news, ends
+        it."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._box.filled())]
+        if self._core.ending.is_set():
+            seconds = min(seconds, DRAIN_PAUSE_S)
+        else:
+            waits.append(asyncio.ensure_future(self._core.ending.wait()))
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _body(self) -> bytes:
         vectors = [self._vectors[r.id] for r in self._requests]

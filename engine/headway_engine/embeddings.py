@@ -20,6 +20,7 @@ from headway_engine.messages import Embeddings
 from headway_engine.openai import Prompt, decode, prompts_of
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Request, RequestId
+from headway_engine.tenants import Tenant
 
 MAX_INPUTS = 2048
 MAX_CALL_TOKENS = 300_000
@@ -84,9 +85,17 @@ def check_dimensions(call: EmbeddingsCall, embeddings: Embeddings) -> None:
     raise bad_request(f"dimensions: {wanted}; vectors of this model have {allowed}", "dimensions")
 
 
-def most_at_once(limits: Limits) -> int:
-    """Inputs of one call that go to the core together: as many as an idle engine lets in."""
-    return min(MOST_IN_FLIGHT, limits.max_queued_requests + limits.max_batch_sequences)
+def most_at_once(limits: Limits, tenant: Tenant) -> int:
+    """Inputs of one call that go to the core together: as many as an idle engine lets in of this tenant."""
+    slots = limits.max_batch_sequences
+    most = min(MOST_IN_FLIGHT, limits.max_queued_requests + slots)
+    cap = tenant.max_queued_requests
+    return min(most, max(slots, cap)) if cap else most  # those that find a slot do not count as queued
+
+
+def most_tokens_at_once(limits: Limits, tenant: Tenant) -> int:
+    """Their tokens. A single input may have more."""
+    return min(limits.max_queued_tokens, tenant.max_queued_tokens or limits.max_queued_tokens)
 
 
 class Feed:
@@ -97,13 +106,14 @@ class Feed:
     another of the call has ended, and fewer are handed over at a time.
     """
 
-    def __init__(self, requests: Sequence[Request], limits: Limits) -> None:
+    def __init__(self, requests: Sequence[Request], limits: Limits, tenant: Tenant | None = None) -> None:
         self.answered = 0
         self._waiting = deque(requests)
         self._handed: dict[RequestId, Request] = {}
         self._tokens = 0  # of those handed over
-        self._most = most_at_once(limits)
-        self._most_tokens = limits.max_queued_tokens
+        rule = tenant or Tenant()
+        self._most = most_at_once(limits, rule)
+        self._most_tokens = most_tokens_at_once(limits, rule)
         self._at_once = self._most
 
     @property

@@ -85,12 +85,16 @@ class CoreReply(Response):
             if answering.done():
                 answering.result()
         finally:
-            for request in self._requests:
-                self._core.end(request.id, Outcome.ABORTED)
+            self._end_all(Outcome.ABORTED)
             for task in (answering, leaving):
                 task.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
             self._note(self._exchange)
+
+    def _end_all(self, outcome: Outcome) -> None:
+        """What has not ended of the call ends now."""
+        for request in self._requests:
+            self._core.end(request.id, outcome)
 
     def _stalled(self) -> bool:
         """The client has taken nothing for so long that it is treated as gone."""
@@ -102,6 +106,8 @@ class CoreReply(Response):
             await self._compute(send)
         except ApiError as error:
             self._exchange.failed(error.status, error.code)
+            # Before the client hears of it, which may take long. All of the call ends as its client sees it.
+            self._end_all(Outcome.FAILED if error.status == 500 else Outcome.REJECTED)
             if self._streaming:
                 await self._send_body(send, answers.error_event(error), more=False)
             else:

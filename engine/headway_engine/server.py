@@ -42,6 +42,7 @@ from headway_engine.protocol import TENANT_HEADER, Limits
 from headway_engine.public_operations import public_document
 from headway_engine.reply import JSON, STALLED_READER_S, Reply
 from headway_engine.telemetry import Telemetry
+from headway_engine.tenants import TenantPolicy
 
 MAX_BODY_BYTES = 8 << 20
 """More than any context of text; decoding it holds the interpreter, and so every stream, for a moment."""
@@ -67,6 +68,7 @@ class Front:
         clock: Callable[[], float] = time.monotonic,
         keys: KeyRing | None = None,
         stalled_reader_s: float = STALLED_READER_S,
+        tenants: TenantPolicy | None = None,
     ) -> None:
         self.core = core
         self.telemetry = telemetry
@@ -75,6 +77,7 @@ class Front:
         self.clock = clock
         self.keys = keys
         self.stalled_reader_s = stalled_reader_s
+        self.tenants = tenants or TenantPolicy()
 
     def serving(self) -> Serving:
         """Raises 503 while there is nothing to serve with."""
@@ -123,12 +126,15 @@ class Front:
         embeddings = embeddings_of(call, serving)
         inputs = await encode_inputs(call, serving)
         requests = build_pooled(call, inputs, embeddings, tenant=tenant, arrival_s=arrival_s)
-        self.check_flood(min(len(requests), most_at_once(serving.limits)), serving.limits)
+        rule = self.tenants.of(tenant)
+        at_once = min(len(requests), most_at_once(serving.limits, rule))
+        self.check_flood(len(requests), serving.limits, at_once=at_once)
         return EmbeddingsReply(
             self.core,
             call,
             requests,
             limits=serving.limits,
+            tenant=rule,
             model_name=self.served_name,
             clock=self.clock,
             stalled_reader_s=self.stalled_reader_s,
@@ -150,11 +156,13 @@ class Front:
                 param="model", code="model_not_found",
             )  # fmt: skip
 
-    def check_flood(self, count: int, limits: Limits) -> None:
+    def check_flood(self, count: int, limits: Limits, *, at_once: int | None = None) -> None:
         """429 before the core is asked, when more wait than it could ever let in: during a long step its
         inbox must not grow without bound. Twice the limit, as a queue that one tenant has filled still lets
-        others in. Finer refusals are the scheduler's."""
-        if self.core.unstarted + count > 2 * limits.max_queued_requests + limits.max_batch_sequences:
+        others in. Finer refusals are the scheduler's. `at_once`: so many of them, at most, go to the core
+        together."""
+        coming = count if at_once is None else at_once
+        if self.core.unstarted + coming > 2 * limits.max_queued_requests + limits.max_batch_sequences:
             self.telemetry.turned_away(count)
             raise ApiError(
                 429, f"the queue is full ({limits.max_queued_requests} requests)",

@@ -122,6 +122,7 @@ class Journey:
     cached_tokens: int = 0
     preempted_s: tuple[float, ...] = ()
     generates: bool = True  # False: a vector is asked for
+    kept: bool = False  # having waited too long is no end: it is handed over again
     outcome: Outcome | None = None
 
 
@@ -166,14 +167,19 @@ class Telemetry:
             Metric.EMBEDDING: Histogram(latency_buckets(0)),
         }
 
-    def arrived(self, request: Request) -> Journey:
+    def arrived(self, request: Request, *, kept: bool = False) -> Journey:
         """A request was taken in; exactly one `ended`, or one Finished event, follows. What is returned is
-        kept up to date until then."""
+        kept up to date until then. `kept`: of a call that goes in portions, which may go more than once."""
         self.arrived_total += 1
         tenant = self._tenant(request.tenant)
-        journey = Journey(request.arrival_s, len(request.prompt), tenant, generates=request.pooling is None)
+        generates = request.pooling is None
+        journey = Journey(request.arrival_s, len(request.prompt), tenant, generates=generates, kept=kept)
         self._open[request.id] = journey
         return journey
+
+    def handed_over(self, request: Request) -> None:
+        """The core has it from now on. Of a large call, its latency begins here."""
+        self._open[request.id].arrival_s = request.arrival_s
 
     def _tenant(self, name: str) -> _TenantTokens:
         """The tenant's counters. Names come from clients, so only those declared get a series of their own,
@@ -216,8 +222,12 @@ class Telemetry:
 
     def refused(self, id: RequestId, gauges: Gauges, now_s: float) -> None:
         """The scheduler refused a request that had arrived."""
-        self._gauges = gauges
+        self.note(gauges)
         self.ended(id, Outcome.REJECTED, now_s)
+
+    def note(self, gauges: Gauges) -> None:
+        """The core's state now, with no step."""
+        self._gauges = gauges
 
     def core_gone(self) -> None:
         """Nothing runs and nothing waits any more."""
@@ -251,6 +261,8 @@ class Telemetry:
                 self._latency[Metric.QUEUE].observe(max(0.0, clock.started_s - clock.arrival_s))
             case Preempted():
                 clock.preempted_s = (*clock.preempted_s, now_s)
+            case Finished(reason=FinishReason.TIMEOUT) if clock.kept:
+                pass
             case Finished(reason=reason):
                 self.ended(event.id, OUTCOMES[reason], now_s)
 

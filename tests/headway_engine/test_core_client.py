@@ -4,11 +4,19 @@ import asyncio
 
 import pytest
 
-from headway_engine.core_client import CoreGone, Phase
-from headway_engine.messages import Died, Gauges, LimitsApplied, SetLimits, StepReport
-from headway_engine.protocol import Limits
-from headway_engine.sequence import Finished, FinishReason, Started, TokenOut
-from support.core_line import Bench, never, settle
+from headway_engine.core_client import CoreGone, Mailbox, Phase
+from headway_engine.messages import Died, Drain, Gauges, LimitsApplied, SetLimits, StepReport
+from headway_engine.protocol import Limits, Outcome
+from headway_engine.sequence import (
+    Finished,
+    FinishReason,
+    RejectReason,
+    Request,
+    SamplingParams,
+    Started,
+    TokenOut,
+)
+from support.core_line import Bench, never, request, settle
 
 
 async def test_the_last_words_of_a_core_are_the_reason_given():
@@ -67,6 +75,34 @@ async def test_clients_that_give_up_do_not_make_a_hung_core_look_idle():
     assert b.core.stalled_s() == 75.0
     await b.report()
     assert b.core.stalled_s() == 0.0, "the core has caught up"
+
+
+async def test_a_drain_does_not_cut_a_call_in_two_whose_grammar_is_prepared():
+    """Its samples are admitted one by one; the core hears of the drain when all have begun."""
+    b = Bench()
+    held = SamplingParams(max_tokens=4, grammar="x")
+    pair = [Request(id=i, prompt=(1,), sampling=held, arrival_s=100.0, call="c") for i in "ab"]
+    b.core.submit(pair, Mailbox())
+    b.core.drain()
+    await b.report(Started("a", 0))
+    assert Drain() not in b.line.sent
+    await b.report(Started("b", 0))
+    assert b.line.sent[-1] == Drain()
+    b.core.drain()
+    assert b.line.sent.count(Drain()) == 1
+
+
+async def test_who_comes_in_a_drain_is_refused_here():
+    """The core may not know of it yet."""
+    b = Bench()
+    box = Mailbox()
+    b.core.drain()
+    b.core.submit([request()], box)
+    (news,) = await box.take()
+    assert (news.id, news.reason) == ("a", RejectReason.DRAINING)
+    assert b.telemetry.outcomes_total[Outcome.REJECTED] == b.telemetry.arrived_total == 1
+    assert b.core.in_flight == 0
+    await asyncio.wait_for(b.core.idle(), 10)
 
 
 async def test_idle_comes_back_when_the_last_request_ends():

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 
 from headway_engine.embedding_reply import EmbeddingsReply
 from headway_engine.embeddings import MOST_IN_FLIGHT, parse_embeddings
-from headway_engine.messages import Abort, Gauges, Refused, Submit
+from headway_engine.messages import Abort, Drain, Gauges, Refused, Submit
 from headway_engine.model import default_cache_dir, load, resolve
 from headway_engine.protocol import Limits, Outcome
 from headway_engine.sequence import (
@@ -27,6 +30,7 @@ from headway_engine.sequence import (
     Started,
     VectorOut,
 )
+from headway_engine.tenants import Tenant
 from headway_engine.text import Tokeniser
 from support import fake_engine, toys
 from support.core_line import Bench, settle
@@ -61,6 +65,7 @@ class Embedding:
             call,
             requests,
             limits=Limits(**limits),
+            tenant=Tenant(),
             model_name="m",
             clock=lambda: self.bench.now_s,
         )
@@ -87,6 +92,12 @@ class Embedding:
         refused = Refused(rejected=Rejected(id, reason, "full", retry_after_s), gauges=Gauges())
         await self.bench.core._take(refused)
         await settle()
+
+    def counted(self):
+        """Outcomes that are not 0; all that arrived is among them."""
+        t = self.bench.telemetry
+        assert t.arrived_total == sum(t.outcomes_total.values()) + t.in_flight
+        return {outcome: count for outcome, count in t.outcomes_total.items() if count}
 
     async def answer(self):
         await asyncio.wait_for(self.task, 10)
@@ -120,6 +131,7 @@ async def test_a_call_of_which_no_input_is_let_in_is_a_429():
     status, body = await e.answer()
     assert (status, body["error"]["code"]) == (429, "queue_full")
     assert (b"retry-after", b"7") in e.sends[0]["headers"]
+    assert e.counted() == {Outcome.REJECTED: 2}
 
 
 async def test_a_call_that_has_begun_is_carried_through():
@@ -136,9 +148,7 @@ async def test_a_call_that_has_begun_is_carried_through():
     await e.finish("2")
     await e.finish("1")
     assert (await e.answer())[0] == 200
-    t = e.bench.telemetry
-    assert t.arrived_total == sum(t.outcomes_total.values())
-    assert t.outcomes_total[Outcome.FINISHED] == 3
+    assert e.counted() == {Outcome.FINISHED: 3}, "the client saw no refusal"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +163,7 @@ async def test_a_refusal_for_good_ends_the_call(reason, status, param):
     assert (answered, body["error"]["param"]) == (status, param)
     assert Abort("0") in e.bench.line.sent
     assert e.bench.core.in_flight == 0
+    assert e.counted() == {Outcome.REJECTED: 2}, "as the client sees it"
 
 
 async def test_a_client_that_leaves_takes_its_inputs_along():
@@ -173,6 +184,7 @@ async def test_an_input_that_fails_fails_the_call():
     status, body = await e.answer()
     assert status == 500
     assert "secret" not in body["error"]["message"]
+    assert e.counted() == {Outcome.FAILED: 2}
 
 
 async def test_an_old_refusal_holds_nothing_up_any_more():
@@ -189,20 +201,79 @@ async def test_an_old_refusal_holds_nothing_up_any_more():
 
 
 async def test_an_engine_that_ends_does_not_wait_for_a_refusal_to_pass():
-    """The call sleeps until its next try; a drain must not close its connection without an answer."""
-    for end in ("drain", "lose"):
+    """The call sleeps until its next try; the end of the core or of a drain must not close its connection
+    without an answer."""
+    for end in ("cut off", "lose"):
         e = Embedding(3)
         await settle()
         await e.finish("0")
         await e.refuse("1", retry_after_s=3600.0)
         await e.refuse("2", retry_after_s=3600.0)
-        if end == "drain":
-            e.bench.core.drain()
-            await settle()
-            await e.refuse(e.submitted()[-1], RejectReason.DRAINING)
-        else:
+        if end == "lose":
             e.bench.core.lose("crashed")
+        else:
+            e.bench.core.cut_off("the engine is shutting down", "draining", 1.0)
         assert (await e.answer())[0] == 503
+        assert e.counted() == {Outcome.FINISHED: 1, Outcome.FAILED: 2}
+
+
+async def test_a_call_is_served_whole_in_a_drain():
+    """It was taken in before: the core hears of the drain when it has all of it, and what was refused for the
+    moment comes again soon."""
+    e = Embedding(MOST_IN_FLIGHT + 2)
+    await settle()
+    e.bench.core.drain()
+    await e.finish(*(str(i) for i in range(MOST_IN_FLIGHT)))
+    await e.refuse(str(MOST_IN_FLIGHT))
+    await e.refuse(str(MOST_IN_FLIGHT + 1))
+    assert Drain() not in e.bench.line.sent
+    assert e.bench.core.in_flight == 2
+    await eventually(lambda: len(e.submitted()) == MOST_IN_FLIGHT + 3, what="one of them comes again")
+    await e.finish(e.submitted()[-1])
+    await e.finish(e.submitted()[-1])
+    assert (await e.answer())[0] == 200
+    assert e.bench.line.sent[-1] == Drain()
+    assert e.counted() == {Outcome.FINISHED: MOST_IN_FLIGHT + 2}
+
+
+async def test_a_drain_wakes_a_call_that_waits_for_its_next_try():
+    """Room comes sooner when nobody else does."""
+    e = Embedding(2)
+    await settle()
+    await e.finish("0")
+    await e.refuse("1", retry_after_s=3600.0)
+    assert e.submitted() == ["0", "1"]
+    e.bench.core.drain()
+    await settle()
+    assert e.submitted() == ["0", "1", "1"]
+    await e.finish("1")
+    assert (await e.answer())[0] == 200
+
+
+async def test_a_call_that_comes_in_a_drain_is_refused_whole():
+    """It was on its way to the core when the drain began; nothing of it runs."""
+    e = Embedding(MOST_IN_FLIGHT + 2)
+    e.bench.core.drain()
+    status, body = await e.answer()
+    assert (status, body["error"]["code"]) == (503, "draining")
+    assert e.submitted() == []
+    assert e.counted() == {Outcome.REJECTED: MOST_IN_FLIGHT + 2}
+
+
+async def test_what_waits_here_is_not_a_stall_of_the_core():
+    """A tenant's rate may make an input wait for a minute: the core owes nothing meanwhile."""
+    e = Embedding(2)
+    await settle()
+    await e.finish("0")
+    await e.refuse("1", retry_after_s=3600.0)
+    e.bench.now_s += 600.0
+    assert e.bench.core.stalled_s() == 0.0
+    e.bench.core.drain()
+    await settle()
+    e.bench.now_s += 5.0
+    assert e.bench.core.stalled_s() == 5.0, "it is there again"
+    await e.finish("1")
+    await e.answer()
 
 
 async def test_a_timeout_in_the_queue_is_a_429():
@@ -222,6 +293,7 @@ async def test_a_timeout_in_the_queue_does_not_end_a_call_that_has_begun():
     assert e.submitted() == ["0", "1", "1"]
     await e.finish("1")
     assert (await e.answer())[0] == 200
+    assert e.counted() == {Outcome.FINISHED: 2}
 
 
 async def test_nobody_waits_for_a_core_that_is_gone():
@@ -373,6 +445,39 @@ def test_hanging_up_frees_everything(slow_engine):
     assert after[key] > before[key]
     ended = sum(after[k] for k in after if k.startswith("headway_requests_total"))
     assert after["headway_requests_arrived_total"] == ended
+
+
+def test_a_call_is_answered_whole_after_sigterm(tmp_path):
+    """Also what has not been handed to the core yet when the signal comes: six inputs go at a time."""
+    with toys.slow(tmp_path) as e, ThreadPoolExecutor(1) as pool:
+        core = e.core_pid
+        os.kill(core, signal.SIGSTOP)  # so that the drain comes in the middle
+        try:
+            call = pool.submit(post, e, {"input": ["abc"] * 40})
+            wait_until(lambda: e.metrics()["headway_requests_in_flight"] == 40, "the call is taken in")
+            e.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: e.get("/readyz")[0] == 503, "it drains")
+            assert post(e, {"input": "late"}).status_code == 503
+        finally:
+            os.kill(core, signal.SIGCONT)
+        answer = call.result(60)
+        assert e.process.wait(30) == 0
+    assert (answer.status_code, len(answer.json()["data"])) == (200, 40)
+
+
+def test_a_tenants_own_caps_are_no_refusals_of_its_call(tmp_path):
+    """Of thirty inputs in a queue of two, none is refused, in the metrics neither."""
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(
+        json.dumps({"tenants": {"small": {"max_queued_requests": 2, "max_queued_tokens": 20}}})
+    )
+    arguments = ["--tenants-file", str(tenants)]
+    with engine_server(tmp_path, arguments=arguments, command=fake_engine.COMMAND) as e:
+        answer = post(e, {"input": ["abc"] * 30}, **{"x-headway-tenant": "small"})
+        m = e.metrics()
+    assert (answer.status_code, len(answer.json()["data"])) == (200, 30)
+    assert m["headway_requests_arrived_total"] == m['headway_requests_total{outcome="finished"}'] == 30
+    assert m['headway_requests_total{outcome="rejected"}'] == 0
 
 
 def test_vectors_count_as_requests_and_not_as_first_tokens(tmp_path):

@@ -21,8 +21,18 @@ from headway_engine.embeddings import (
     parse_embeddings,
 )
 from headway_engine.messages import Embeddings
-from headway_engine.protocol import Limits
-from headway_engine.sequence import Pooling, Request, SamplingParams
+from headway_engine.protocol import Capacity, Limits
+from headway_engine.scheduler import Scheduler
+from headway_engine.sequence import (
+    NO_TOKEN,
+    Finished,
+    Pooling,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Sequence,
+)
+from headway_engine.tenants import Tenant, TenantPolicy
 
 
 def parse(**body):
@@ -170,6 +180,45 @@ def test_a_call_stays_inside_the_queues_limits():
     assert ids(feed.take()) == ["b"]
     feed.end("b")
     assert ids(feed.take()) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "first"),
+    [
+        (Tenant(), 9),
+        (Tenant(max_queued_requests=6), 6),
+        (Tenant(max_queued_requests=1), 3),
+        (Tenant(max_queued_tokens=20), 4),
+        (Tenant(max_queued_tokens=3), 1),
+        (Tenant(max_queued_requests=50, max_queued_tokens=10_000), 9),
+    ],
+)
+def test_a_call_stays_inside_its_tenants_caps(tenant, first):
+    """Or its own size would have it refused. Those that find a slot do not count as queued; a single input
+    always goes."""
+    rules = limits(max_batch_sequences=3, max_queued_requests=6)
+    feed = Feed([a_request(str(i)) for i in range(20)], rules, tenant)
+    assert len(feed.take()) == first
+
+
+@pytest.mark.parametrize("caps", [{"max_queued_requests": 2}, {"max_queued_tokens": 12}, {}])
+def test_an_idle_engine_refuses_nothing_of_a_portion(caps):
+    """What the front end takes for room is what the scheduler takes for it, in both of its checks."""
+    tenant = Tenant(**caps)
+    rules = limits(max_batch_sequences=3, max_queued_requests=6, max_queued_tokens=40, max_batch_tokens=8)
+    capacity = Capacity(
+        max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=64
+    )
+    scheduler = Scheduler(capacity, rules, tenants=TenantPolicy(tenants={"": tenant}))
+    feed = Feed([a_request(str(i)) for i in range(30)], rules, tenant)
+    while not feed.done:
+        for request in feed.take():
+            assert isinstance(scheduler.admit(request, 0.0), Sequence)
+        step = scheduler.next_step(0.0)
+        made = {c.sequence.id: SampledToken(NO_TOKEN, vector=b"1") for c in step.chunks if c.pools}
+        for event in scheduler.commit(step, made, 0.0):
+            if isinstance(event, Finished):
+                feed.end(event.id)
 
 
 def test_an_input_that_is_refused_waits_until_another_has_ended():
