@@ -69,13 +69,22 @@ class KeyValueCache:
             share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
             make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
 
-    def scrub(self, blocks: Seq[int]) -> None:
-        """Zero those of these blocks that hold what is no number. The others may be a beginning that whoever
-        holds them shares with sequences that are well."""
-        index = torch.tensor(list(blocks), dtype=torch.long, device=self.keys[0].device)
+    def not_finite(self, blocks: Seq[int]) -> tuple[int, ...]:
+        """Those of these blocks that hold what is no number."""
+        index = self._index(blocks)
+        whole = torch.ones(len(blocks), dtype=torch.bool, device=index.device)
         for tensor in (*self.keys, *self.values):
-            whole = torch.isfinite(tensor[index]).flatten(1).all(dim=1)
-            tensor[index[~whole]] = 0
+            whole &= torch.isfinite(tensor[index]).flatten(1).all(dim=1)
+        return tuple(index[~whole].tolist())
+
+    def wipe(self, blocks: Seq[int]) -> None:
+        """Zero these blocks."""
+        index = self._index(blocks)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, index, 0)
+
+    def _index(self, blocks: Seq[int]) -> torch.Tensor:
+        return torch.tensor(list(blocks), dtype=torch.long, device=self.keys[0].device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,11 +130,19 @@ class BlockPool:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Make unfindable what this sequence alone holds: it went wrong, and nobody is to go on from it."""
-        for block in sequence.block_table:
+        self.unpublish([block for block in sequence.block_table if self._references[block] == 1])
+
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Make these blocks unfindable. Of those that several hold, all but one must let go at once."""
+        for block in blocks:
             digest = self._hash_of[block]
-            if digest is not None and self._references[block] == 1:
-                del self._block_of[digest]
-                self._hash_of[block] = None
+            if digest is None:
+                continue
+            del self._block_of[digest]
+            self._hash_of[block] = None
+            if block in self._idle:
+                del self._idle[block]
+                self._blank.append(block)
 
     def release(self, sequence: Sequence) -> None:
         """Take back every block of a sequence; what is cached stays findable until it is handed out again."""

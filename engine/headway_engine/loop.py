@@ -93,6 +93,7 @@ class Scheduler(Protocol):
         self, step: Step, sampled: Mapping[RequestId, SampledToken], now_s: float
     ) -> Iterable[Event]: ...
     def give_up(self, request_id: RequestId, message: str) -> Iterable[Event]: ...
+    def lose(self, blocks: Iterable[int]) -> None: ...
     def expire(self, now_s: float) -> Iterable[Event]: ...
     def set_limits(self, limits: Limits) -> None: ...
     def drain(self) -> None: ...
@@ -154,11 +155,13 @@ class Loop:
             self._report_change()
             return True
         # 3. Compute them.
-        sampled, failed = self._run_isolated(step)
+        sampled, failed, lost = self._run_isolated(step)
         # 4. Tell the scheduler what came of it.
         now_s = self._clock()
         for request_id, message in failed.items():
             self._note(self._scheduler.give_up(request_id, message))
+        if lost:
+            self._scheduler.lose(lost)
         self._note(self._scheduler.commit(step, sampled, now_s))
         # 5. Report it, with everything else that happened on the way.
         seconds = self._clock() - started_s
@@ -230,8 +233,10 @@ class Loop:
         log.info(fields("limits", **changes, why=why))
         self.limits = limits
 
-    def _run_isolated(self, step: Step) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str]]:
-        """The sampled tokens, and the sequences that failed with the reason.
+    def _run_isolated(
+        self, step: Step
+    ) -> tuple[dict[RequestId, SampledToken], dict[RequestId, str], set[int]]:
+        """The sampled tokens, the sequences that failed with the reason, and blocks that hold no numbers.
 
         When a step raises, it is tried again without the sequences that the error blames, or one by one when
         it blames none, so that a request that poisons the batch fails alone: computing a chunk again writes
@@ -240,6 +245,7 @@ class Loop:
         self._retried = False
         sampled: dict[RequestId, SampledToken] = {}
         failed: dict[RequestId, str] = {}
+        lost: set[int] = set()
         parts = deque((step,))
         while parts:
             part = parts.popleft()
@@ -256,6 +262,7 @@ class Loop:
                     if getattr(error, "out_of_memory", False):
                         self._lower_tokens(step.tokens)
                 ids = {chunk.sequence.id for chunk in part.chunks}
+                lost.update(getattr(error, "lost_blocks", ()))
                 blamed = ids if len(ids) == 1 else ids.intersection(getattr(error, "sequence_ids", ()))
             failed.update(dict.fromkeys(blamed, text))
             rest = tuple(chunk for chunk in part.chunks if chunk.sequence.id not in blamed)
@@ -263,7 +270,7 @@ class Loop:
         for request_id, message in failed.items():
             # The front end logs it at level error, with what is known of the request there.
             log.debug(fields("request-failed", id=request_id, error=message))
-        return sampled, failed
+        return sampled, failed, lost
 
     def _lower_tokens(self, tokens: int) -> None:
         """After a step that did not fit into memory: no step as large as that. Once until somebody raises the

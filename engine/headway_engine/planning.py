@@ -30,7 +30,8 @@ def plan_step(roster: Roster, limits: Limits, now_s: float, *, last: bool = Fals
         plan.let_in()
     if not plan.chunks:
         return None
-    return Step(tuple(sorted(plan.chunks.values(), key=lambda chunk: not chunk.is_decode)))
+    chunks = sorted(plan.chunks.values(), key=lambda chunk: not chunk.is_decode)
+    return Step(tuple(chunks), wiped=roster.take_lost())
 
 
 def starts_at_s(roster: Roster, limits: Limits, *, last: bool = False) -> float | None:

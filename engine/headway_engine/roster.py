@@ -5,6 +5,8 @@ keeps queue, backlog and blocks in step with the status. Knows nothing of why a 
 scheduler's.
 """
 
+from collections.abc import Iterable
+
 from headway_engine.backlog import Backlog
 from headway_engine.blocks import BlockPool
 from headway_engine.fairness import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
@@ -32,6 +34,7 @@ class Roster:
         self.preemptions_total = 0
         self.prefix_hit_tokens_total = 0
         self._preempted: list[RequestId] = []  # since the last time somebody asked
+        self._lost: set[int] = set()
         self._joined = 0
 
     @property
@@ -92,6 +95,26 @@ class Roster:
         self.preemptions_total += 1
         self._preempted.append(victim.id)
         self.queue.push_preempted(victim)
+
+    def lose(self, blocks: Iterable[int]) -> None:
+        """Give up what these blocks hold, and what was computed after it: nobody finds it any more, and the
+        running sequences that hold it are computed again."""
+        lost = set(blocks)
+        holders: dict[RequestId, Sequence] = {}
+        while more := [s for s in self.running.values() if s.id not in holders and lost & {*s.block_table}]:
+            for s in more:
+                holders[s.id] = s
+                first = next(i for i, block in enumerate(s.block_table) if block in lost)
+                lost.update(s.block_table[first:])
+        self.pool.unpublish(lost)
+        for s in holders.values():
+            self.preempt(s)
+        self._lost |= lost
+
+    def take_lost(self) -> tuple[int, ...]:
+        """Blocks that were given up since the last time: none holds anything of use to anybody."""
+        lost, self._lost = tuple(sorted(self._lost)), set()
+        return lost
 
     def take_preempted(self) -> list[RequestId]:
         """Who gave way since the last time, and is still here."""

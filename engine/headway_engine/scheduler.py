@@ -9,7 +9,7 @@ request gets exactly one Finished; some sequence makes progress in every step.
 The clock is an argument. Knows nothing of torch, HTTP, or how a step is computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from headway_engine.blocks import BlockPool
 from headway_engine.planning import plan_step, starts_at_s
@@ -149,6 +149,11 @@ class Scheduler:
             return ()
         self.pool.withdraw(sequence)
         return (self._roster.finish(sequence, FinishReason.ERROR, message),)
+
+    def lose(self, blocks: Iterable[int]) -> None:
+        """These blocks hold what is no number. Sequences that share them are computed again from their
+        tokens, and the next step zeroes them. Call it like `give_up`, and after it."""
+        self._roster.lose(blocks)
 
     def expire(self, now_s: float) -> tuple[Event, ...]:
         """End requests that never ran and have waited the queue timeout (0: no timeout). A call of several

@@ -172,6 +172,7 @@ class Step:
     `kv_tokens` are the features of the step-time model (see `stepcost`)."""
 
     chunks: tuple[Chunk, ...]
+    wiped: tuple[int, ...] = ()  # blocks to zero before anything is computed: they may hold what is no number
 
     @property
     def tokens(self) -> int:

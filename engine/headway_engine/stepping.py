@@ -47,15 +47,21 @@ class StepError(Exception):
     """A step could not be computed; its requests must be failed, and the process can go on.
 
     `out_of_memory` says that a smaller step may work. `sequence_ids` names the culprits when they are known;
-    empty means the whole step.
+    empty means the whole step. `lost_blocks` are those of the culprits' that hold what is no number.
     """
 
     def __init__(
-        self, message: str, *, out_of_memory: bool = False, sequence_ids: tuple[str, ...] = ()
+        self,
+        message: str,
+        *,
+        out_of_memory: bool = False,
+        sequence_ids: tuple[str, ...] = (),
+        lost_blocks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
         self.sequence_ids = sequence_ids
+        self.lost_blocks = lost_blocks
 
 
 class Runner(Protocol):
@@ -141,6 +147,8 @@ class StepRunner:
         chunks = in_row_order(step)
         try:
             with torch.inference_mode():
+                if step.wiped:
+                    self._cache.wipe(step.wiped)
                 out: dict[str, SampledToken] = {}
                 for part in parts(chunks, self._most_rows):
                     merge(out, self._compute(part))
@@ -148,10 +156,10 @@ class StepRunner:
         except GrammarFailed as error:
             raise StepError(f"the grammar cannot be followed: {error}", sequence_ids=error.ids) from error
         except NotFinite as error:
-            culprits = [c for c in chunks if c.sequence.id in error.ids]
+            held = {block for c in chunks if c.sequence.id in error.ids for block in c.sequence.block_table}
             with torch.inference_mode():
-                self._cache.scrub([block for c in culprits for block in c.sequence.block_table])
-            raise StepError(str(error), sequence_ids=tuple(error.ids)) from error
+                lost = self._cache.not_finite(sorted(held))
+            raise StepError(str(error), sequence_ids=tuple(error.ids), lost_blocks=lost) from error
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise StepError(f"out of memory in a step of {step.tokens} tokens", out_of_memory=True) from error
         except Exception as error:

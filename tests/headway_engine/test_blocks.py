@@ -206,6 +206,22 @@ def test_what_was_withdrawn_is_not_found_and_what_is_shared_stays() -> None:
     assert pool.match(again) == first.block_table[:1]
 
 
+def test_what_is_unpublished_is_not_found_whoever_holds_it_and_is_free_again() -> None:
+    """In use, or idle since its sequence left."""
+    pool = BlockPool(8, 4)
+    held = computed(pool, a_sequence((1,) * 9, "held"))
+    left = computed(pool, a_sequence((2,) * 9, "left"))
+    blocks = [*held.block_table, *left.block_table]
+    released(pool, left)
+    pool.unpublish(blocks)
+    pool.check([held])
+    assert (pool.cached_blocks, pool.free_blocks) == (0, 5)
+    assert pool.match(a_sequence((1,) * 9, "again")) == []
+    released(pool, held)
+    pool.check([])
+    assert pool.free_blocks == 8
+
+
 def lose_a_block(pool: BlockPool, sequence: Sequence) -> None:
     sequence.block_table.pop()
     sequence.computed = 8

@@ -14,6 +14,7 @@ from headway_engine.lean.runner import LeanRunner
 from headway_engine.model import ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.runner import StepError, TransformersRunner, build_runner
+from headway_engine.sequence import Chunk, Step
 from support import paged_functions, tiny_models
 
 SMALL = Capacity(
@@ -102,7 +103,7 @@ def test_padding_rows_write_to_nobodys_block() -> None:
 
 
 def test_what_is_no_number_in_one_sequence_stays_there() -> None:
-    """Beside it in a replay, others go on; its blocks are scrubbed before someone else gets them."""
+    """Beside it in a replay, others go on; its blocks can be wiped before someone else gets them."""
     runner = LeanRunner(tiny_models.fresh("llama"), SMALL, GatherKernel(), EagerRecorder())
     good, bad = (tiny_models.sequence(n, range(10, 16), range(i * 8, i * 8 + 8)) for i, n in enumerate("gb"))
     tiny_models.advance(runner, (good, 6), (bad, 6))
@@ -110,6 +111,9 @@ def test_what_is_no_number_in_one_sequence_stays_there() -> None:
     with pytest.raises(StepError) as caught:
         tiny_models.advance(runner, (good, 1), (bad, 1))
     assert caught.value.sequence_ids == ("b",)
+    assert caught.value.lost_blocks == tuple(bad.block_table[:2])
+    runner.run(Step((Chunk(good, 6, 1, samples=True),), wiped=caught.value.lost_blocks))
+    assert all(torch.isfinite(t).all() for t in (*runner._cache.keys, *runner._cache.values))
     tiny_models.advance(runner, (good, 1))
     assert tuple(good.tokens[6:]) == tiny_models.greedy("llama", tuple(range(10, 16)), 2)
 

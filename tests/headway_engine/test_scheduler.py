@@ -696,6 +696,39 @@ def test_giving_one_up_ends_it_with_an_error_and_leaves_its_step_usable() -> Non
     drive.assert_all_ended_right()
 
 
+def test_blocks_that_went_wrong_take_along_all_that_was_computed_from_them() -> None:
+    """A chain of three: the second found a block of the first, the third one that the second made of it."""
+    drive = a_drive()
+    prompt = a_prompt(30, seed=7)
+    drive.submit(a_request("first", prompt[:9], max_tokens=9), a_request("apart", 12, max_tokens=9))
+    drive.step()
+    drive.submit(a_request("second", prompt[:17], max_tokens=9))
+    drive.step()
+    drive.submit(a_request("third", (*prompt[:14], 1, 2, 3, 4), max_tokens=9))
+    drive.step()
+    tables = {id: list(s.block_table) for id, s in drive.scheduler._roster.running.items()}
+    assert tables["second"][:2] == tables["first"][:2] == tables["third"][:2]
+    assert tables["second"][2] == tables["third"][2] != tables["first"][2]
+    step = drive.plan()
+    assert step is not None
+    drive.note(drive.scheduler.give_up("first", "its logits are not numbers"))
+    drive.lose(tables["first"][1:2])
+    drive.commit(step)
+    assert drive.preempted == {"second": 1, "third": 1}
+    wiped = drive.plan()
+    assert wiped is not None
+    assert wiped.wiped == tuple(sorted({*tables["second"][1:], *tables["third"][1:]}))
+    drive.commit(wiped)
+    after = drive.plan()
+    assert after is not None
+    assert after.wiped == ()
+    drive.commit(after)
+    drive.run()
+    drive.assert_all_ended_right()
+    ended = {id: reason for id, reason in drive.ended.items() if reason is not FinishReason.LENGTH}
+    assert ended == {"first": FinishReason.ERROR}
+
+
 # Live limits.
 
 

@@ -67,7 +67,9 @@ def play(draw: st.DrawFn, drive: Drive) -> None:
     number = 0
     for _ in range(draw(st.integers(5, 40))):
         match draw(
-            st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "limits", "time", "fail"])
+            st.sampled_from(
+                ["submit", "submit", "step", "step", "step", "abort", "limits", "time", "fail", "lose"]
+            )
         ):
             case "submit":
                 for _ in range(draw(st.integers(1, 6))):
@@ -89,12 +91,19 @@ def play(draw: st.DrawFn, drive: Drive) -> None:
                 step = drive.plan()
                 if step is not None:
                     drive.fail(step, "out of luck")
+            case "lose":
+                step = drive.plan()
+                if step is not None:
+                    held = sorted({block for c in step.chunks for block in c.sequence.block_table})
+                    drive.lose(draw(st.lists(st.sampled_from(held), max_size=3)))
+                    drive.commit(step)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_history_ends_with_every_request_answered_and_every_block_free(data: st.DataObject) -> None:
-    """Arrivals, aborts inside a step, failed steps, limit and mode changes, priorities, tenants, tiny caches.
+    """Arrivals, aborts inside a step, failed steps, blocks that go wrong, limit and mode changes, priorities,
+    tenants, tiny caches.
 
     The drive checks after every call that blocks add up, and before every step that each sequence's table
     names the blocks in which its tokens really were computed.

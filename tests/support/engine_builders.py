@@ -203,6 +203,13 @@ class Drive:
         self.note(self.scheduler.commit(step, {}, self.now_s))
         self.scheduler.check()
 
+    def lose(self, blocks: Iterable[int]) -> None:
+        """In the middle of a step, these blocks turn out to hold nothing of use; who reads them is seen."""
+        lost = set(blocks)
+        self._cells = {cell: prefix for cell, prefix in self._cells.items() if cell[0] not in lost}
+        self.scheduler.lose(lost)
+        self.scheduler.check()
+
     def commit(self, step: Step) -> None:
         """Let the clock run on by the step's cost and take its tokens in."""
         self.now_s += self.cost(step)
@@ -312,6 +319,7 @@ class Drive:
     def _compute(self, step: Step) -> None:
         """Write a step's tokens into our own cache, after checking that all they attend to is there."""
         size = self.capacity.block_tokens
+        self._cells = {cell: prefix for cell, prefix in self._cells.items() if cell[0] not in step.wiped}
         for chunk in step.chunks:
             sequence, table = chunk.sequence, chunk.sequence.block_table
             assert chunk.length > 0
