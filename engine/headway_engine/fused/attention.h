@@ -55,8 +55,8 @@ struct Scratch {  // of one thread; sized before the threads start, since none m
   std::vector<float> top, sum, shrink;  // a lane per query: the running maximum and sum, and what a tile shrinks
 };
 
-static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& items, const Chunk* chunks, int group,
-                                       const Cache& c) {
+static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items, const Chunk* chunks, int group,
+                      const Cache& c) {
   size_t scores = 0, queries = 0;
   for (const Item& i : items) {
     int q = i.rows * group;
@@ -64,16 +64,16 @@ static std::vector<Scratch> scratch_of(int threads, const std::vector<Item>& ite
     scores = std::max(scores, q < FEW_QUERIES ? (size_t)q * (chunks[i.chunk].start + i.row + i.rows)
                                       : (size_t)lanes_of(q) * tile_of(c));
   }
-  int width = std::max(c.key_width, c.value_width);
-  std::vector<Scratch> team(threads);
+  auto at_least = [](std::vector<float>& v, size_t n) {
+    if (v.size() < n) v.resize(n);
+  };
   for (Scratch& s : team) {
-    s.scores.resize(scores);
-    s.query.resize(queries * c.key_width);
-    s.out.resize(queries * c.value_width);
-    s.keys.resize((size_t)c.block_tokens * width);
-    for (auto* lanes : {&s.top, &s.sum, &s.shrink}) lanes->resize(queries);
+    at_least(s.scores, scores);
+    at_least(s.query, queries * c.key_width);
+    at_least(s.out, queries * c.value_width);
+    at_least(s.keys, (size_t)c.block_tokens * std::max(c.key_width, c.value_width));
+    for (auto* lanes : {&s.top, &s.sum, &s.shrink}) at_least(*lanes, queries);
   }
-  return team;
 }
 
 static inline const float* as_floats(const float* p, int64_t, std::vector<float>&) { return p; }
@@ -372,7 +372,8 @@ static void attend_all(const Cache& c, int heads, float scale, int tokens, int n
                        const float* value, T* keys, T* values, float* out, int threads) {
   const int group = heads / c.kv_heads;
   const std::vector<Item> items = items_of(chunks, n, c.kv_heads, group);
-  std::vector<Scratch> team = scratch_of(threads, items, chunks, group, c);
+  std::vector<Scratch> team(threads);
+  make_room(team, items, chunks, group, c);
 #pragma omp parallel num_threads(threads)
   {
     Scratch& scratch = team[omp_get_thread_num()];

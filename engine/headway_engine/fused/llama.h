@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "product.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -103,21 +104,61 @@ struct Places {  // of a step's activations, all in one workspace
   }
 };
 
+// The rows that anybody reads after the last layer. Of the others only keys and values are wanted there: nearly all
+// rows of a prompt.
+struct Read {
+  std::vector<int32_t> rows;             // ascending
+  std::vector<int32_t> place;            // of each row of the step, among `rows`
+  std::vector<int32_t> sampled, pooled;  // the step's, as places among `rows`
+  std::vector<Chunk> chunks;             // of rows that follow one another
+
+  explicit Read(const Step& s) : place(s.tokens, 0), sampled(s.samples), pooled(s.pooled) {
+    for (int i = 0; i < s.samples; i++) place[s.sampled[i]] = 1;
+    for (int i = 0; i < s.pooled; i++) place[s.pooled_rows[i]] = 1;
+    for (int c = 0; c < s.chunks; c++) {
+      const Chunk& chunk = s.chunk[c];
+      for (int row = chunk.first, run = 0; row < chunk.first + chunk.length; row++) {
+        run = place[row] ? run + 1 : 0;
+        if (run == 1) chunks.push_back({row, 0, chunk.start + row - chunk.first, chunk.table});
+        if (run) {
+          chunks.back().length = run;
+          place[row] = (int32_t)rows.size();
+          rows.push_back(row);
+        }
+      }
+    }
+    for (int i = 0; i < s.samples; i++) sampled[i] = place[s.sampled[i]];
+    for (int i = 0; i < s.pooled; i++) pooled[i] = place[s.pooled_rows[i]];
+  }
+};
+
+struct Placed {  // rows that are written somewhere else
+  const Tiles& to;
+  const int32_t* place;
+
+  void put(int64_t row, int column, const float* from, int n) const { to.put(place[row], column, from, n); }
+};
+
 template <class T>
 static void run(const Model& m, const Step& s) {
   const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width, all_width = q_width + 2 * kv_width;
-  const int64_t n = s.tokens;
-  const Places places(m, n, s.workspace);
+  const int64_t tokens = s.tokens;
+  const Places places(m, tokens, s.workspace);
   float *x = places.x, *qkv = places.qkv;
   const Tiles &normed = places.normed, &attended = places.attended, &inner = places.inner;
   const Cache cache = {m.kv_heads, m.block_tokens, m.width, m.width};
   const int group = m.heads / m.kv_heads;
+  const Read read(s);
   const std::vector<Item> items = items_of(s.chunk, s.chunks, m.kv_heads, group);
-  std::vector<Scratch> team = scratch_of(m.threads, items, s.chunk, group, cache);
+  const std::vector<Item> last = items_of(read.chunks.data(), (int)read.chunks.size(), m.kv_heads, group);
+  std::vector<Scratch> team(m.threads);
+  make_room(team, items, s.chunk, group, cache);
+  make_room(team, last, read.chunks.data(), group, cache);
   Shares shares(4 * m.layers + 1, m.threads);
 #pragma omp parallel num_threads(m.threads)
   {
     Scratch& scratch = team[omp_get_thread_num()];
+    int64_t n = tokens;
 #pragma omp for
     for (int64_t t = 0; t < n; t++) embed<T>(m, s.ids[t], x + t * m.hidden);
     for (int l = 0; l < m.layers; l++) {
@@ -140,11 +181,25 @@ static void run(const Model& m, const Step& s) {
         }
         write_token<T>(row + q_width, row + q_width + kv_width, keys, values, s.slots[t], cache);
       }
+      if (l < m.layers - 1) {
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < items.size(); i++) {
-        const Chunk& chunk = s.chunk[items[i].chunk];
-        attend<T>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
-                  attended, scratch);
+        for (size_t i = 0; i < items.size(); i++) {
+          const Chunk& chunk = s.chunk[items[i].chunk];
+          attend<T>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
+                    attended, scratch);
+        }
+      } else {
+        const Placed out = {attended, read.place.data()};
+        n = (int64_t)read.rows.size();
+#pragma omp single
+        for (int64_t t = 0; t < n; t++)  // in order, so that no row is overwritten before it is read
+          if (read.rows[t] != t) std::copy_n(x + read.rows[t] * (int64_t)m.hidden, m.hidden, x + t * m.hidden);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < last.size(); i++) {
+          const Chunk& chunk = read.chunks[last[i].chunk];
+          attend<T>(last[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values, out,
+                    scratch);
+        }
       }
       product<T>(shares, 4 * l + 1, attended, (const T*)y.o, n, {x, m.hidden, y.o_bias, m.hidden, ADD});
 #pragma omp for
@@ -155,10 +210,10 @@ static void run(const Model& m, const Step& s) {
     }
 #pragma omp for
     for (int i = 0; i < s.pooled; i++)
-      rms_norm(x + (int64_t)s.pooled_rows[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
+      rms_norm(x + (int64_t)read.pooled[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
 #pragma omp for
     for (int i = 0; i < s.samples; i++)
-      rms_norm(x + (int64_t)s.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);
+      rms_norm(x + (int64_t)read.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);
     product<T>(shares, 4 * m.layers, normed, (const T*)m.head, s.samples,
                {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE});
   }
