@@ -69,6 +69,20 @@ class KeyValueCache:
             share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
             make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
 
+    def write(
+        self,
+        layer: int,
+        blocks: torch.Tensor,  # [tokens]
+        offsets: torch.Tensor,  # [tokens] places inside these blocks
+        key: torch.Tensor,  # [1, heads, tokens, width]
+        value: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put tokens' keys and values of a layer in their places; the layer's whole keys and values."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[blocks, :, offsets] = key[0].transpose(0, 1).to(keys.dtype)
+        values[blocks, :, offsets] = value[0].transpose(0, 1).to(values.dtype)
+        return keys, values
+
     def not_finite(self, blocks: Seq[int]) -> tuple[int, ...]:
         """Those of these blocks that hold what is no number."""
         index = self._index(blocks)
@@ -140,22 +154,13 @@ class PaddedBatch:
         scaling: float | None,
     ) -> torch.Tensor:
         """See PagedBatch."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row_blocks, :, self.row_offsets] = key[0].transpose(0, 1).to(keys.dtype)
-        values[self.row_blocks, :, self.row_offsets] = value[0].transpose(0, 1).to(values.dtype)
-        _, heads, tokens, width = query.shape
+        keys, values = self.cache.write(layer, self.row_blocks, self.row_offsets, key, value)
+        _, heads, tokens, _ = query.shape
         grouped = heads != keys.shape[1]
         out = query.new_empty((tokens, heads, values.shape[-1]))
         for part in self.decodes:
-            # The heads that share keys stand as so many queries, or sdpa might repeat the keys for each.
-            attended = sdpa(
-                query[0, :, part.rows].transpose(0, 1).reshape(len(part.rows), keys.shape[1], -1, width),
-                gather(keys, part.tables),
-                gather(values, part.tables),
-                attn_mask=part.mask,
-                scale=scaling,
-            )
-            out[part.rows] = attended.reshape(len(part.rows), heads, -1)
+            rows_of_part = query[0, :, part.rows].transpose(0, 1)
+            out[part.rows] = attend_singles(rows_of_part, keys, values, part.tables, part.mask, scaling)
         for chunk in self.prefills:
             rows = slice(chunk.first_row, chunk.first_row + chunk.length)
             if chunk.start == 0:
@@ -273,19 +278,45 @@ def _decode_slice(
     rows: list[int], decodes: Seq[tuple[int, Seq[int]]], size: int, device: torch.device
 ) -> DecodeSlice:
     contexts = np.array([decodes[row][0] for row in rows], dtype=np.int64)
-    width = math.ceil(contexts.max() / size)
-    tables = np.zeros((len(rows), width), dtype=np.int64)
-    for place, row in enumerate(rows):
-        context, table = decodes[row]
-        used = math.ceil(context / size)
-        tables[place, used:] = table[0]  # its own: what is no number in one sequence stays there
-        tables[place, :used] = table[:used]
-    mask = np.arange(width * size)[None, :] < contexts[:, None]
+    tables = padded_tables([decodes[row] for row in rows], size)
+    mask = np.arange(tables.shape[1] * size)[None, :] < contexts[:, None]
     return DecodeSlice(
         rows=torch.tensor(rows, device=device),
         tables=torch.from_numpy(tables).to(device),
         mask=torch.from_numpy(mask).to(device)[:, None, None, :],
     )
+
+
+def padded_tables(rows: Seq[tuple[int, Seq[int]]], size: int) -> np.ndarray[Any, Any]:
+    """Block tables, int32, as wide as the longest context needs, each padded with its own first block: what
+    is no number in one sequence stays there."""
+    used = [math.ceil(context / size) for context, _ in rows]
+    tables = np.empty((len(rows), max(used, default=0)), dtype=np.int32)
+    for row, (count, (_, table)) in enumerate(zip(used, rows, strict=True)):
+        tables[row, :count] = table[:count]
+        tables[row, count:] = table[0]
+    return tables
+
+
+def attend_singles(
+    query: torch.Tensor,  # [rows, heads, width]
+    keys: torch.Tensor,  # [blocks, kv_heads, block_tokens, width]
+    values: torch.Tensor,
+    tables: torch.Tensor,  # [rows, blocks]
+    mask: torch.Tensor,  # [rows, 1, 1, blocks * block_tokens]
+    scale: float | None,
+) -> torch.Tensor:
+    """One query a row, by torch's attention over contexts copied out of the cache: [rows, heads, width]."""
+    rows, heads, width = query.shape
+    attended = sdpa(
+        # The heads that share keys stand as so many queries, or sdpa might repeat the keys for each.
+        query.reshape(rows, keys.shape[1], -1, width),
+        gather(keys, tables),
+        gather(values, tables),
+        attn_mask=mask,
+        scale=scale,
+    )
+    return attended.reshape(rows, heads, -1)
 
 
 def gather(cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

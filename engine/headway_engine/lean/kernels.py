@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from headway_engine.attention import KeyValueCache, gather
+from headway_engine.attention import KeyValueCache, attend_singles, gather, padded_tables
 
 Array = np.ndarray[Any, Any]
 
@@ -73,18 +73,10 @@ class GatherKernel:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Decodes, scale: float
     ) -> torch.Tensor:
         """See PagedKernel."""
-        count, heads, width = query.shape
-        kv_heads = keys.shape[1]
         length = rows.tables.shape[1] * keys.shape[2]
         places = torch.arange(length, dtype=torch.int32, device=query.device)
-        attended = sdpa(
-            query.reshape(count, kv_heads, heads // kv_heads, width),
-            gather(keys, rows.tables),
-            gather(values, rows.tables),
-            attn_mask=(places[None, :] < rows.contexts[:, None])[:, None, None, :],
-            scale=scale,
-        )
-        return attended.reshape(count, heads, -1)
+        mask = (places[None, :] < rows.contexts[:, None])[:, None, None, :]
+        return attend_singles(query, keys, values, rows.tables, mask, scale)
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: Prefills, scale: float
@@ -128,9 +120,7 @@ class KernelBatch:
         scaling: float | None,
     ) -> torch.Tensor:
         """See PagedBatch."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row_blocks, :, self.row_offsets] = key[0].transpose(0, 1).to(keys.dtype)
-        values[self.row_blocks, :, self.row_offsets] = value[0].transpose(0, 1).to(values.dtype)
+        keys, values = self.cache.write(layer, self.row_blocks, self.row_offsets, key, value)
         rows = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         singles = self.decodes.contexts.shape[0] if self.decodes else 0
@@ -154,8 +144,10 @@ def kernel_batch(
     contexts = [context for context, _ in decodes]
     ends = [start + length for start, length, _ in prefills]
     lengths = [length for _, length, _ in prefills]
-    tables = _tables([(context, table) for context, table in decodes], size)
-    long_tables = _tables([(end, table) for end, (_, _, table) in zip(ends, prefills, strict=True)], size)
+    tables = padded_tables(decodes, size)
+    long_tables = padded_tables(
+        [(end, table) for end, (_, _, table) in zip(ends, prefills, strict=True)], size
+    )
     positions = [np.array(contexts, dtype=np.int32) - 1]
     blocks = [tables[np.arange(len(decodes)), positions[0] // size]]
     for i, (start, length, _) in enumerate(prefills):
@@ -193,14 +185,3 @@ def send(arrays: Seq[Array], device: torch.device) -> list[torch.Tensor]:
         flat[begin : begin + array.size] = array.reshape(-1)
     sent = torch.from_numpy(flat).to(device)
     return [sent[b : b + a.size].view(a.shape) for b, a in zip(begins.tolist(), arrays, strict=False)]
-
-
-def _tables(rows: Seq[tuple[int, Seq[int]]], size: int) -> Array:
-    """Block tables as wide as the longest needs, each padded with its own first block: what is no number in
-    one sequence stays there."""
-    used = [math.ceil(context / size) for context, _ in rows]
-    tables = np.empty((len(rows), max(used, default=0)), dtype=np.int32)
-    for row, (count, (_, table)) in enumerate(zip(used, rows, strict=True)):
-        tables[row, :count] = table[:count]
-        tables[row, count:] = table[0]
-    return tables
