@@ -172,6 +172,10 @@ class CoreClient:
             self._promised.update(r.id for r in requests if r.call and r.sampling.grammar)
             self.hand_over(requests)
 
+    def turn_away(self, count: int) -> None:
+        """Count requests that are refused before the core could be asked."""
+        self._telemetry.turned_away(count)
+
     def accept(self, requests: Sequence[Request], box: Mailbox) -> None:
         """Take in a call that goes to the core in portions: each of its requests waits here for `hand_over`.
 

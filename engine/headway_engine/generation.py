@@ -86,6 +86,7 @@ class Choice:
     _prompt_tokens: int = field(init=False, default=0)  # those that are echoed with log-probabilities
     _echoing: Detokeniser = field(init=False)
     _echoed: list[TokenInfo] = field(init=False, default_factory=list)
+    _early: list[Event] = field(init=False, default_factory=list)  # of the output, before the prompt's scores
     _logprobs: list[TokenInfo] = field(init=False, default_factory=list)
     _sent_first: bool = field(init=False, default=False)
     _sent_last: bool = field(init=False, default=False)
@@ -121,6 +122,12 @@ class Choice:
             case PromptOut(scores=scores):
                 for score in scores:
                     self._echo_token(score)
+                if not self._unscored:
+                    early, self._early = self._early, []
+                    for event in early:
+                        self.push(event)
+            case TokenOut() | Finished(reason=FinishReason.STOP | FinishReason.LENGTH) if self._unscored:
+                self._early.append(event)  # another sample scores the prompt of both, and is behind
             case TokenOut():
                 self._push_token(event)
             case Finished(reason=FinishReason.STOP | FinishReason.LENGTH):
@@ -144,6 +151,11 @@ class Choice:
         self._sent_first = True
         self._sent_last = self.finish_reason is not None
         return delta
+
+    @property
+    def _unscored(self) -> bool:
+        """Log-probabilities of the prompt are still to come."""
+        return self.scored and self._prompt_tokens < len(self.prompt)
 
     def _read(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
         """New text, and what it holds of tool calls."""

@@ -170,7 +170,11 @@ def new_call(sequences: int) -> str:
 def build(
     call: Call, prompts: list[list[int]], serving: Serving, *, tenant: str, arrival_s: float
 ) -> tuple[list[Request], list[Choice]]:
-    """One Request and one Choice for every prompt and sample. Raises 400 for what the model cannot do."""
+    """One Choice for every prompt and sample, and one Request for each of them; samples for which nothing is
+    generated are all the same, so their prompt has one. Raises 400 for what the model cannot do.
+
+    The prompt's own log-probabilities are the same for all its samples: the first alone asks for them.
+    """
     context = serving.ready.capacity.max_model_tokens
     tokeniser = serving.tokeniser
     asked = with_defaults(call, serving.ready)
@@ -193,7 +197,7 @@ def build(
     ends = frozenset(() if call.ignore_eos else serving.ready.stop_token_ids) | frozenset(
         asked.stop_token_ids
     )
-    call_id = new_call(len(prompts) * call.n)
+    call_id = new_call(len(prompts) * (call.n if call.generates else 1))
     requests, choices = [], []
     for number, prompt in enumerate(prompts):
         room = context - len(prompt)
@@ -203,24 +207,26 @@ def build(
             index = number * call.n + sample
             sampling = msgspec.structs.replace(
                 asked,
+                prompt_logprobs=-1 if sample else asked.prompt_logprobs,
                 max_tokens=max_tokens,
                 min_tokens=min(asked.min_tokens, max_tokens),
                 top_k=min(asked.top_k, serving.vocab_size),
                 seed=openai.seed_of(call, index),
                 stop_token_ids=tuple(sorted(ends)),
             )
-            requests.append(
-                Request(
-                    id=secrets.token_hex(12),
-                    prompt=tuple(prompt),
-                    sampling=sampling,
-                    arrival_s=arrival_s,
-                    tenant=tenant,
-                    priority=call.priority,
-                    call=call_id,
-                    cache_salt=tenant,
+            if call.generates or not sample:
+                requests.append(
+                    Request(
+                        id=secrets.token_hex(12),
+                        prompt=tuple(prompt),
+                        sampling=sampling,
+                        arrival_s=arrival_s,
+                        tenant=tenant,
+                        priority=call.priority,
+                        call=call_id,
+                        cache_salt=tenant,
+                    )
                 )
-            )
             choices.append(
                 Choice(
                     index,

@@ -21,7 +21,16 @@ from headway_engine.generation import Choice, Usage, usage
 from headway_engine.logs import fields
 from headway_engine.openai import Call
 from headway_engine.protocol import Outcome
-from headway_engine.sequence import Finished, FinishReason, PromptOut, Rejected, RejectReason, Request
+from headway_engine.score_room import ScoreRoom
+from headway_engine.sequence import (
+    Event,
+    Finished,
+    FinishReason,
+    PromptOut,
+    Rejected,
+    RejectReason,
+    Request,
+)
 
 log = logging.getLogger("headway.front")
 
@@ -143,28 +152,46 @@ class Reply(CoreReply):
         model_name: str,
         clock: Callable[[], float] = time.monotonic,
         stalled_reader_s: float = STALLED_READER_S,
+        room: ScoreRoom | None = None,
     ) -> None:
         super().__init__(core, requests, clock=clock, stalled_reader_s=stalled_reader_s)
         self._call = call
-        self._choices = {r.id: c for r, c in zip(requests, choices, strict=True)}
+        self._choices = choices
+        self._room = room or ScoreRoom()
+        each = len(choices) // len(requests)  # more than one where nothing is generated
+        self._told = {r.id: choices[i * each : (i + 1) * each] for i, r in enumerate(requests)}
+        self._request_of = {c.index: id for id, told in self._told.items() for c in told}
         self._head = Head(call.kind, answers.new_id(call.kind), int(time.time()), model_name)
 
     def _note(self, exchange: Exchange) -> None:
         exchange.response_id = self._head.id
         exchange.usage = self._usage()
-        exchange.finish_reasons = tuple(c.told_reason for c in self._choices.values() if c.told_reason)
+        exchange.finish_reasons = tuple(c.told_reason for c in self._choices if c.told_reason)
 
     async def _compute(self, send: Send) -> None:
-        self._core.submit(self._requests, self._box)
-        if self._call.stream:
-            await self._stream(send)
-        else:
-            await self._whole(send)
+        values = self._scores()
+        if not self._room.take(values):
+            self._core.turn_away(len(self._requests))
+            raise self._room.refusal(values)
+        try:
+            self._core.submit(self._requests, self._box)
+            if self._call.stream:
+                await self._stream(send)
+            else:
+                await self._whole(send)
+        finally:
+            self._room.give_back(values)
+
+    def _scores(self) -> int:
+        """Log-probabilities of prompts in the whole answer."""
+        if not self._call.scores:
+            return 0
+        return sum(len(c.prompt) for c in self._choices) * (self._call.sampling.prompt_logprobs + 1)
 
     async def _whole(self, send: Send) -> None:
-        while not all(c.done for c in self._choices.values()):
+        while not all(c.done for c in self._choices):
             await self._push(await self._box.take())
-        deltas = [d for d in (c.take() for c in self._choices.values()) if d]
+        deltas = [d for d in (c.take() for c in self._choices) if d]
         write = partial(answers.answer, self._head, deltas, self._usage(), logprobs=self._call.logprobs)
         # The log-probabilities of long prompts are megabytes, and every stream would wait for them.
         body = await asyncio.to_thread(write) if self._call.scores else write()
@@ -172,10 +199,10 @@ class Reply(CoreReply):
 
     async def _stream(self, send: Send) -> None:
         call = self._call
-        while not all(c.done for c in self._choices.values()):
+        while not all(c.done for c in self._choices):
             await self._push(await self._box.take())
             events = []
-            for choice in self._choices.values():
+            for choice in self._choices:
                 delta = choice.take()
                 if delta is not None:
                     usage_now = self._usage() if call.continuous_usage else None
@@ -195,19 +222,27 @@ class Reply(CoreReply):
                 raise refusal(item)
             if isinstance(item, CutOff):
                 raise cut_off(item)
-            choice = self._choices[item.id]
-            if choice.done:
-                continue
-            choice.push(item)
-            if isinstance(item, PromptOut):
-                await asyncio.sleep(0)  # there may be many, and others' tokens are to go out between
-            if choice.failure is not None:
-                raise failure(choice.failure)
-            if choice.stopped_here:
-                self._core.end(item.id, Outcome.FINISHED)
+            for choice in self._concerned(item):
+                if choice.done:
+                    continue
+                choice.push(item)
+                if isinstance(item, PromptOut):
+                    await asyncio.sleep(0)  # there may be many, and others' tokens are to go out between
+                if choice.failure is not None:
+                    raise failure(choice.failure)
+                if choice.stopped_here:
+                    self._core.end(self._request_of[choice.index], Outcome.FINISHED)
+
+    def _concerned(self, event: Event) -> Sequence[Choice]:
+        """Whose event it is. The scores of a prompt are for all its samples: the first asked for them."""
+        told = self._told[event.id]
+        if not isinstance(event, PromptOut):
+            return told
+        first = told[0].index
+        return self._choices[first : first + self._call.n]
 
     def _usage(self) -> Usage:
-        return usage(list(self._choices.values()), self._call.n)
+        return usage(self._choices, self._call.n)
 
     async def _start_stream(self, send: Send) -> None:
         """Headers of a stream go out with its first event: until then, a refusal can still be a 429."""

@@ -41,6 +41,7 @@ from headway_engine.prompts import (
 from headway_engine.protocol import TENANT_HEADER, Limits
 from headway_engine.public_operations import public_document
 from headway_engine.reply import JSON, STALLED_READER_S, Reply
+from headway_engine.score_room import ScoreRoom
 from headway_engine.telemetry import Telemetry
 from headway_engine.tenants import TenantPolicy
 
@@ -78,6 +79,7 @@ class Front:
         self.keys = keys
         self.stalled_reader_s = stalled_reader_s
         self.tenants = tenants or TenantPolicy()
+        self.score_room = ScoreRoom()
 
     def serving(self) -> Serving:
         """Raises 503 while there is nothing to serve with."""
@@ -113,6 +115,7 @@ class Front:
             model_name=self.served_name,
             clock=self.clock,
             stalled_reader_s=self.stalled_reader_s,
+            room=self.score_room,
         )
 
     async def embed(self, http: HttpRequest) -> Response:

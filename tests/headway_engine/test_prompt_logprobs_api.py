@@ -185,6 +185,23 @@ def test_samples_of_a_scored_prompt_each_have_its_values(toy):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 4)
 
 
+def test_a_prompt_is_scored_once_for_all_its_samples(served):
+    """Their values are the same to the last bit; without output all samples are one sequence."""
+    before = served.engine.metrics()["headway_requests_arrived_total"]
+    scored = [c.logprobs.token_logprobs for c in score(served.engine, [TEXT, "x" + TEXT], n=3).choices]
+    assert scored == [scored[0]] * 3 + [scored[3]] * 3
+    assert served.engine.metrics()["headway_requests_arrived_total"] - before == 2
+    answer = score(served.engine, TEXT, n=3, max_tokens=3, temperature=1, seed=3)
+    prompt = len(scored[0])
+    assert [c.logprobs.token_logprobs[:prompt] for c in answer.choices] == [
+        pytest.approx(scored[0], abs=2e-4)
+    ] * 3
+    assert (
+        answer.choices[0].logprobs.token_logprobs[:prompt]
+        == (answer.choices[2].logprobs.token_logprobs[:prompt])
+    )
+
+
 def test_an_echo_of_nothing_more_needs_no_logprobs(toy):
     """max_tokens 0 with echo alone gives the prompt back; a prompt may then fill the whole context."""
     limit = fake_engine.CAPACITY.max_model_tokens
