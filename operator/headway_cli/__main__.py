@@ -17,6 +17,7 @@ COMMANDS = {
     "simulate": "say what a resource would do under a traffic, on a virtual clock, before any of it runs",
     "replay": "play a request trace against an OpenAI endpoint and measure",
     "status": "say in words how a deployment in the cluster does, why, and what would change it",
+    "explain": "say of each limit what it is for, why it stands where it does, and what edits would do",
 }
 
 
