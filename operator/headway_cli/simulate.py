@@ -6,15 +6,16 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 
 from headway_cli import arguments, capacity_table, step_costs, traces
 from headway_cli.capacity_report import Figures, figures
-from headway_cli.documents import read_resources
+from headway_cli.documents import Manifest, read_resources
 from headway_cli.errors import EXIT_OK, UserError
 from headway_cli.replay import add_trace_arguments, chosen_arrivals
 from headway_cli.simulation import Setup, simulate
@@ -52,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take step cost and capacity from the management port of a running engine",
     )  # fmt: skip
     engine.add_argument(
+        "--noise", type=arguments.not_negative, default=0.0, metavar="SHARE",
+        help="let steps vary by this share (0.1: a standard deviation of 10 %%); default: none",
+    )  # fmt: skip
+    engine.add_argument(
         "--kv-tokens", type=arguments.count, metavar="N",
         help="tokens that a replica's KV cache holds; default: enough for every sequence",
     )  # fmt: skip
@@ -73,12 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    resource = _resource(args)
-    known = _step_cost(args)
+    document, _ = read_resources(args.file)
+    resource = _resource(args, document)
+    known = _step_cost(args, document.get("status") or {})
     arrivals = _arrivals(args)
     capacity, assumptions = _capacity(args, resource.batching, resource, known, arrivals)
     prefixes = resource.batching.prefix_caching and any(a.prefix_ids for a in arrivals)
-    assumptions = [f"a step costs {step_costs.in_words(known.cost)} ({known.source})", *assumptions]
+    cost = f"a step costs {step_costs.in_words(known.cost)} ({known.source})"
+    assumptions = [cost + (f", give or take {args.noise:.0%}" if args.noise else ""), *assumptions]
     if resource.batching.prefix_caching and not prefixes:
         assumptions.append("no prompt shares a beginning with another: this traffic says nothing of prefixes")
     if resource.tenancy.tenants:
@@ -89,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         cost=known.cost,
         replicas=args.replicas or resource.replicas,
         prefix_caching=prefixes,
+        noise=args.noise,
         seed=args.seed,
     )
     began_s = time.perf_counter()
@@ -137,8 +145,7 @@ def _tried(args: argparse.Namespace, setup: Setup, arrivals: Sequence[Arrival]) 
     return found
 
 
-def _resource(args: argparse.Namespace) -> Resource:
-    document, _ = read_resources(args.file)
+def _resource(args: argparse.Namespace, document: Manifest) -> Resource:
     resource = parse(document)
     if args.tuning is not None:
         tuning = dataclasses.replace(resource.tuning, mode=args.tuning)
@@ -152,7 +159,7 @@ def _resource(args: argparse.Namespace) -> Resource:
     return resource
 
 
-def _step_cost(args: argparse.Namespace) -> Known:
+def _step_cost(args: argparse.Namespace, status: Mapping[str, Any]) -> Known:
     if args.step_cost is not None:
         known = step_costs.from_option(args.step_cost)
         if args.from_url is None:
@@ -160,6 +167,9 @@ def _step_cost(args: argparse.Namespace) -> Known:
         return dataclasses.replace(known, capacity=step_costs.from_engine(args.from_url).capacity)
     if args.from_url is not None:
         return step_costs.from_engine(args.from_url)
+    told = step_costs.from_status(status)
+    if told is not None:
+        return told
     raise UserError(
         "what a step of the engine costs is not known",
         f"{step_costs.HOW}. Profiles: {', '.join(step_costs.PROFILES)}",

@@ -5,7 +5,7 @@ would show, and the fate of each request. Knows nothing of tuning, replicas, or 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,7 +27,7 @@ from headway_engine.sequence import (
     Step,
     TokenOut,
 )
-from headway_engine.stepcost import StepCost, StepStatistics
+from headway_engine.stepcost import StepStatistics
 from headway_engine.telemetry import Telemetry
 from headway_operator.metrics import Sample, read
 
@@ -72,14 +72,17 @@ class Journey:
 
 
 class SimulatedEngine:
-    """One engine pod, number `replica`. `run_until` turns its loop; `sample` reads it as a scrape would."""
+    """One engine pod, number `replica`. `run_until` turns its loop; `sample` reads it as a scrape would.
+
+    `cost` gives the seconds of a step from its prefill tokens, decoding sequences, and cached tokens read.
+    """
 
     def __init__(
         self,
         capacity: Capacity,
         limits: Limits,
         objectives: Objectives,
-        cost: StepCost,
+        cost: Callable[[int, int, int], float],
         *,
         replica: int = 0,
         prefix_caching: bool = False,
@@ -185,7 +188,7 @@ class SimulatedEngine:
                 prefill += chunk.length
             if chunk.samples:
                 sampled[chunk.sequence.id] = _TOKEN
-        seconds = self._cost.seconds(prefill, decodes, kv)
+        seconds = self._cost(prefill, decodes, kv)
         self._statistics = self._statistics.add(prefill, decodes, kv, seconds)
         self.now_s += seconds
         self.busy_s += seconds

@@ -4,8 +4,9 @@ Pure: the same setup and arrivals give the same result, whatever the machine. Kn
 tables, or how the result is judged.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -30,7 +31,8 @@ class Setup:
     cost: StepCost
     replicas: int = 1
     prefix_caching: bool = False
-    seed: int = 1  # of who gets which request
+    noise: float = 0.0  # standard deviation of a step's time about its cost, as a share
+    seed: int = 1  # of who gets which request, and of the noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Outcome:
             setup.capacity,
             clamp_limits(resource.batching.limits(), setup.capacity),
             slo.objectives(),
-            setup.cost,
+            _step_seconds(setup, number),
             replica=number,
             prefix_caching=setup.prefix_caching,
         )
@@ -100,6 +102,20 @@ def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Outcome:
             engine.set_limits(msgspec.structs.replace(decision.limits, generation=0))
         ticks.append(Tick(now_s, in_force, decision))
     return _outcome(setup, engines, ticks)
+
+
+def _step_seconds(setup: Setup, replica: int) -> Callable[[int, int, int], float]:
+    """What a step of one replica takes: its cost, times lognormal noise with a mean of 1."""
+    if not setup.noise:
+        return setup.cost.seconds
+    chance = Random(f"{setup.seed}/{replica}")
+    sigma = math.sqrt(math.log(1 + setup.noise**2))
+
+    def seconds(prefill_tokens: int, decode_sequences: int, kv_tokens: int) -> float:
+        cost_s = setup.cost.seconds(prefill_tokens, decode_sequences, kv_tokens)
+        return cost_s * chance.lognormvariate(-(sigma**2) / 2, sigma)
+
+    return seconds
 
 
 def _dealt(arrivals: Sequence[Arrival], setup: Setup) -> list[list[Arrival]]:

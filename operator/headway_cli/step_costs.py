@@ -5,7 +5,9 @@ Knows nothing of what is done with it.
 
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headway_cli.errors import Failed, UserError
 from headway_engine.protocol import METRICS_PATH, Capacity
@@ -15,8 +17,8 @@ from headway_operator.tuner.model import fit
 
 HOW = (
     "Give --step-cost BASE_MS,PREFILL_US,DECODE_US,KV_NS (ms a step, us a prompt token, us a decoding "
-    "sequence, ns a cached token that decodes read), --step-cost PROFILE, or --from URL of a running "
-    "engine's management port"
+    "sequence, ns a cached token that decodes read), --step-cost PROFILE, --from URL of a running "
+    "engine's management port, or a file with the status of a deployment that has run"
 )
 SCRAPE_TIMEOUT_S = 10.0
 _UNITS_S = (1e-3, 1e-6, 1e-6, 1e-9)
@@ -100,6 +102,21 @@ def from_engine(url: str) -> Known:
             "Send it some traffic first (`headway replay`)",
         )
     return Known(found.cost, f"{found.steps:.0f} steps measured at {base}", sample.capacity)
+
+
+def from_status(status: Mapping[str, Any]) -> Known | None:
+    """What the controller has written into a resource's status; None where it has not."""
+    told: Any = (status.get("tuning") or {}).get("stepCost")
+    try:
+        cost = StepCost(
+            base_s=int(told["baseMicroseconds"]) / 1e6,
+            per_prefill_token_s=int(told["perPrefillTokenNanoseconds"]) / 1e9,
+            per_decode_s=int(told["perDecodeNanoseconds"]) / 1e9,
+            per_kv_token_s=int(told.get("perKvTokenPicoseconds", 0)) / 1e12,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Known(cost, "the tuner's, from the status in the file")
 
 
 def in_words(cost: StepCost) -> str:

@@ -184,6 +184,15 @@ def test_a_running_engine_tells_its_own_step_cost_and_capacity(
     assert base_ms == pytest.approx(7.0, rel=0.1)
 
 
+def test_a_saved_status_tells_the_step_cost_too(resource: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `kubectl get infd -o yaml` prints it: microseconds, nanoseconds and picoseconds."""
+    cost = "{baseMicroseconds: 7100, perPrefillTokenNanoseconds: 33000, perDecodeNanoseconds: 9000, "
+    cost += "perKvTokenPicoseconds: 45000, steps: 900}"
+    resource.write_text(RESOURCE + f"status: {{tuning: {{stepCost: {cost}}}}}\n")
+    said = answer(capsys, "-f", resource, "--rate", "5", "--duration", "5", "--noise", "0.1")
+    assert "a step costs 7.1,33,9,45 (the tuner's, from the status in the file), give or take 10%" in said
+
+
 def test_what_is_no_engine_is_said_to_be_none(
     resource: Path, engine_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

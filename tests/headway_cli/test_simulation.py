@@ -137,6 +137,17 @@ def test_the_same_inputs_give_the_same_answer() -> None:
     assert figures(busy(seconds=40)) == figures(busy(seconds=40))
 
 
+def test_noise_leaves_the_mean_as_it_is() -> None:
+    """Steps vary, the same way each time; all of them together take about as long."""
+    arrivals = [Arrival(0.0, 100, 2000)]
+    calm, noisy = simulate(a_setup(), arrivals), simulate(a_setup(noise=0.2), arrivals)
+    assert len(calm.gaps_us) == 1
+    assert len(noisy.gaps_us) > 1000
+    assert noisy.busy_s == pytest.approx(calm.busy_s, rel=0.02)
+    assert simulate(a_setup(noise=0.2), arrivals).gaps_us == noisy.gaps_us
+    assert simulate(a_setup(noise=0.2, seed=2), arrivals).gaps_us != noisy.gaps_us
+
+
 def test_prompts_that_share_blocks_are_found_in_the_cache() -> None:
     """Two turns of one talk; where the trace tells no blocks, nothing is ever shared."""
     talk = [Arrival(0.0, 1024, 2, (7, 8)), Arrival(5.0, 1536, 2, (7, 8, 9)), Arrival(10.0, 1024, 2, (1, 2))]
