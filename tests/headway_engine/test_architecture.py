@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway_engine import architecture, listening
 from headway_engine.model import LoadedModel, load
 from headway_engine.model_source import ModelError, resolve
-from headway_engine.protocol import Capacity
 from headway_engine.runner import build_runner
-from support import tiny_models
+from support import runners, tiny_models
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -113,9 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {}, NO_INTERFACE),
 ]
 
-CAPACITY = Capacity(
-    max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
-)
+CAPACITY = runners.capacity()
 PROMPT = tuple((i * 37) % 290 + 3 for i in range(30))
 NEIGHBOUR = tuple((i * 53) % 290 + 3 for i in range(41))
 TOKENS = 16

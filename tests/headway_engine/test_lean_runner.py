@@ -12,14 +12,11 @@ from headway_engine.lean.installed import FlashAttention2
 from headway_engine.lean.kernels import GatherKernel
 from headway_engine.lean.runner import LeanRunner
 from headway_engine.model import ModelError
-from headway_engine.protocol import Capacity
 from headway_engine.runner import StepError, TransformersRunner, build_runner
 from headway_engine.sequence import Chunk, Step
-from support import paged_functions, tiny_models
+from support import paged_functions, runners, tiny_models
 
-SMALL = Capacity(
-    max_batch_tokens=128, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
-)
+SMALL = runners.capacity(tokens=128)
 
 FLASH = FlashAttention2(paged_functions.flash2_with_kvcache, paged_functions.flash2_varlen)
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.lean.graphs import buckets
-from headway_engine.protocol import BatchingMode, Capacity, Limits
+from headway_engine.protocol import BatchingMode, Limits
 from headway_engine.runner import Runner
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import Finished, Request, Sequence, TokenOut
@@ -48,17 +48,7 @@ RUNNERS = {
 def runner_of(kind: str, architecture: str) -> Runner:
     """One runner for all histories of an architecture; blocks keep what earlier histories wrote."""
     sizes = buckets(8, 25, by_width=True, most_cells=150)  # many widths; none for eight rows of the widest
-    return runners.fresh(kind, architecture, capacity(64), sizes)
-
-
-def capacity(blocks: int) -> Capacity:
-    return Capacity(
-        max_batch_tokens=64,
-        max_batch_sequences=8,
-        kv_blocks=blocks,
-        block_tokens=4,
-        max_model_tokens=min(97, blocks * 4),
-    )
+    return runners.fresh(kind, architecture, runners.capacity(), sizes)
 
 
 FLAVOURS: dict[str, dict[str, object]] = {
@@ -135,7 +125,7 @@ def reference(runner: Runner, architecture: str, arrival: Arrival, sibling: int)
 def alone(runner: Runner, flavour: str, prompt: int, sibling: int) -> tuple[int, ...]:
     """A request with the engine to itself: its whole prompt at once, then token by token."""
     wide = Limits(max_batch_sequences=1, max_batch_tokens=64, prefill_chunk_tokens=64)
-    scheduler = Scheduler(capacity(64), wide, prefix_caching=False)
+    scheduler = Scheduler(runners.capacity(), wide, prefix_caching=False)
     arrival = Arrival(step=0, prompt=prompt, tokens=MOST_TOKENS, cancel=NEVER, flavour=flavour)
     scheduler.admit(arrival.request("alone", sibling, 0.0), 0.0)
     said: list[int] = []
@@ -154,7 +144,7 @@ def play(
 ) -> Scheduler:
     """Run one history to its end and compare every request that finished."""
     first = changes[0][1]
-    scheduler = Scheduler(capacity(blocks), first, prefix_caching=prefix_caching, tenants=POLICY)
+    scheduler = Scheduler(runners.capacity(blocks), first, prefix_caching=prefix_caching, tenants=POLICY)
     due = sorted(requests, key=lambda arrival: arrival.step)
     came: dict[str, tuple[Arrival, int]] = {}
     said: dict[str, list[int]] = {}

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.pooling import Pooler, base_of, hidden_rows
-from headway_engine.protocol import Capacity, Limits
+from headway_engine.protocol import Limits
 from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.sampling import NotFinite
 from headway_engine.scheduler import Scheduler
@@ -45,21 +45,6 @@ PROMPTS = tuple(
     tuple((7 * i * i + 31 * i + 11 * j + 3) % 290 + 3 for j in range(length))
     for i, length in enumerate((1, 2, 5, 9, 17, 30, 41))
 ) + tuple((*((5 * j + 8) % 290 + 3 for j in range(19)), 40 + i) for i in range(3))
-
-
-def capacity(blocks: int = 64) -> Capacity:
-    return Capacity(
-        max_batch_tokens=64,
-        max_batch_sequences=8,
-        kv_blocks=blocks,
-        block_tokens=4,
-        max_model_tokens=min(97, blocks * 4),
-    )
-
-
-@cache
-def runner_of(kind: str, architecture: str) -> Runner:
-    return runners.fresh(kind, architecture, capacity())
 
 
 @cache
@@ -106,7 +91,7 @@ def test_a_vector_is_that_of_the_models_own_hidden_states(
     kind: str, architecture: str, pooling: Pooling
 ) -> None:
     """In one chunk, in uneven ones, and token by token; of length one."""
-    runner = runner_of(kind, architecture)
+    runner = runners.kept(kind, architecture)
     prompt = PROMPTS[5]
     assert runner.embedding_size == len(reference(architecture, prompt, pooling))
     for sizes in ([30], [7, 1, 13, 9], [1] * 30):
@@ -123,7 +108,7 @@ def test_prompts_for_vectors_and_sequences_that_decode_do_not_see_each_other(
     kind: str, architecture: str
 ) -> None:
     """All in the same steps: tokens as by generate(), both kinds of vectors as by the base model."""
-    runner = runner_of(kind, architecture)
+    runner = runners.kept(kind, architecture)
     writer = tiny_models.sequence("w", PROMPTS[3], range(6))
     last = pooled("l", PROMPTS[4], Pooling.LAST, range(6, 12))
     mean = pooled("m", PROMPTS[5], Pooling.MEAN, range(12, 20))
@@ -165,7 +150,7 @@ def play(
     shove: Seq[int] = (),
 ) -> Scheduler:
     """A history through the real scheduler; at the steps of `shove`, everything that runs is preempted."""
-    scheduler = Scheduler(capacity(blocks), limits)
+    scheduler = Scheduler(runners.capacity(blocks), limits)
     said: dict[str, list[int]] = {}
     vectors: dict[str, bytes] = {}
     ended: dict[str, FinishReason] = {}
@@ -224,7 +209,7 @@ def test_vectors_are_right_whatever_happens_around_them(kind: str, architecture:
     def history(
         arrivals: list[tuple[int, int, Pooling | None]], limits: Limits, blocks: int, shove: list[int]
     ) -> None:
-        play(runner_of(kind, architecture), architecture, arrivals, limits, blocks, shove)
+        play(runners.kept(kind, architecture), architecture, arrivals, limits, blocks, shove)
 
     history()
 
@@ -233,14 +218,14 @@ def test_a_mean_that_was_preempted_in_mid_prompt_begins_anew() -> None:
     """And though its own first half is in the prefix cache by then, it is computed again and not taken."""
     limits = Limits(max_batch_sequences=8, max_batch_tokens=8, prefill_chunk_tokens=8)
     crowd = [(0, 6, Pooling.MEAN), (0, 5, Pooling.LAST)]
-    scheduler = play(runner_of("padded", "llama"), "llama", crowd, limits, shove=[3, 5])
+    scheduler = play(runners.kept("padded", "llama"), "llama", crowd, limits, shove=[3, 5])
     assert scheduler.preemptions_total >= 2
 
 
 def test_a_prefix_hit_is_for_the_last_token_and_not_for_the_mean() -> None:
     """Both fill the cache for those who come later."""
     limits = Limits(max_batch_sequences=8, max_batch_tokens=64, prefill_chunk_tokens=64)
-    runner = runner_of("padded", "llama")
+    runner = runners.kept("padded", "llama")
     first, second = 7, 8  # 19 tokens in common: four blocks
     mean_first = play(runner, "llama", [(0, first, Pooling.MEAN), (3, second, Pooling.LAST)], limits)
     assert mean_first.prefix_hit_tokens_total == 16
@@ -306,7 +291,7 @@ def test_hidden_states_that_are_no_numbers_name_their_sequence() -> None:
 
 
 def test_a_poisoned_cache_fails_the_vector_alone_and_is_clean_afterwards() -> None:
-    runner: Any = TransformersRunner(tiny_models.fresh("llama"), capacity())
+    runner: Any = TransformersRunner(tiny_models.fresh("llama"), runners.capacity())
     bad = pooled("bad", [5, 6, 7, 8], Pooling.LAST, range(4))
     run(runner, (bad, 3))
     for values in runner._cache.values:
@@ -321,7 +306,7 @@ def test_a_poisoned_cache_fails_the_vector_alone_and_is_clean_afterwards() -> No
 
 def test_logits_are_computed_for_nobody_who_asks_for_a_vector() -> None:
     """The head of a large vocabulary costs as much as several layers."""
-    runner: Any = TransformersRunner(tiny_models.fresh("llama"), capacity())
+    runner: Any = TransformersRunner(tiny_models.fresh("llama"), runners.capacity())
     rows: list[int] = []
     hook = runner._module.lm_head.register_forward_hook(lambda _m, _i, out: rows.append(out.shape[1]))
     run(runner, (pooled("a", PROMPTS[4], Pooling.MEAN, range(5)), 17))

@@ -52,19 +52,12 @@ KINDS = [
 ]
 
 
-def capacity(blocks: int) -> Capacity:
-    return Capacity(
-        max_batch_tokens=96,
-        max_batch_sequences=8,
-        kv_blocks=blocks,
-        block_tokens=4,
-        max_model_tokens=min(97, blocks * 4),
-    )
+STEP_TOKENS = 96
+"""Of the largest step: room for the longest prompt, and for others beside it."""
 
 
-@cache
 def runner_of(kind: str, architecture: str) -> Runner:
-    return runners.fresh(kind, architecture, capacity(64))
+    return runners.kept(kind, architecture, STEP_TOKENS)
 
 
 @cache
@@ -103,7 +96,7 @@ def play(
     """One history to its end; every score and every token is compared. The scheduler, and the numbers of
     requests that were preempted before their prompt was scored to its end."""
     limits = Limits(max_batch_sequences=8, max_batch_tokens=40, prefill_chunk_tokens=chunk)
-    scheduler = Scheduler(capacity(blocks), limits, prefix_caching=caching)
+    scheduler = Scheduler(runners.capacity(blocks, STEP_TOKENS), limits, prefix_caching=caching)
     due = sorted(requests)
     came: dict[str, Any] = {}
     sequences: dict[str, Sequence] = {}
@@ -186,7 +179,9 @@ def test_a_preempted_prompt_is_scored_once_and_goes_on_where_it_was(caching: boo
 
 def test_a_prompt_half_scored_takes_hits_only_below_what_is_out() -> None:
     """After a preemption in mid-prompt: 10 tokens scored, so two blocks of four may be found again."""
-    scheduler = Scheduler(capacity(64), Limits(prefill_chunk_tokens=10, max_batch_tokens=10))
+    scheduler = Scheduler(
+        runners.capacity(64, STEP_TOKENS), Limits(prefill_chunk_tokens=10, max_batch_tokens=10)
+    )
     request = tiny_models.request("a", PROMPTS[5], max_tokens=1, prompt_logprobs=0)
     sequence = scheduler.admit(request, 0.0)
     assert isinstance(sequence, Sequence)
@@ -285,7 +280,7 @@ def test_parts_hold_every_token_once_and_few_enough_rows(chunks: Any, most_rows:
 
 def test_a_step_that_gives_no_scores_fails_the_request() -> None:
     """A runner that forgets is seen at once: the client gets an error and not a short list."""
-    scheduler = Scheduler(capacity(64), Limits())
+    scheduler = Scheduler(runners.capacity(64, STEP_TOKENS), Limits())
     scheduler.admit(tiny_models.request("a", PROMPTS[2], max_tokens=0, prompt_logprobs=0), 0.0)
     step = scheduler.next_step(0.0)
     assert step is not None
@@ -314,7 +309,7 @@ def test_scores_travel_in_slices() -> None:
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
     """With nothing to follow, no room is needed for it."""
-    scheduler = Scheduler(capacity(64), Limits(max_batch_tokens=96))
+    scheduler = Scheduler(runners.capacity(64, STEP_TOKENS), Limits(max_batch_tokens=96))
     full = [5] * 97
     assert isinstance(scheduler.admit(tiny_models.request("a", full, max_tokens=1), 0.0), Rejected)
     assert isinstance(scheduler.admit(tiny_models.request("b", full, max_tokens=0), 0.0), Sequence)

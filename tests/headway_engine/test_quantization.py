@@ -13,15 +13,12 @@ from headway_engine import config as engine_config
 from headway_engine.capacity import step_bytes
 from headway_engine.model import LoadedModel, load
 from headway_engine.model_source import ModelError, resolve
-from headway_engine.protocol import Capacity
 from headway_engine.quantization import named_method, on_the_fly
 from headway_engine.runner import build_runner
 from headway_engine.stepping import layer_shapes
-from support import tiny_models
+from support import runners, tiny_models
 
-CAPACITY = Capacity(
-    max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
-)
+CAPACITY = runners.capacity()
 PROMPT = tuple(range(40, 52))
 
 needs_torchao = pytest.mark.skipif(

@@ -7,14 +7,12 @@ import torch
 
 from headway_engine.loop import Loop
 from headway_engine.messages import Report, StepReport, Submit
-from headway_engine.protocol import Capacity, Limits
+from headway_engine.protocol import Limits
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import Finished, FinishReason, TokenOut
 from support import runners, tiny_models
 
-CAPACITY = Capacity(
-    max_batch_tokens=64, max_batch_sequences=8, kv_blocks=64, block_tokens=4, max_model_tokens=97
-)
+CAPACITY = runners.capacity()
 LIMITS = Limits(max_batch_tokens=64, max_batch_sequences=8, prefill_chunk_tokens=8, max_queued_requests=16)
 SHARED = tuple(range(10, 18))
 """Two blocks that two prompts begin with."""

@@ -3,6 +3,8 @@
 A test of what all of them must do is parametrised by these names.
 """
 
+from functools import cache
+
 import pytest
 
 from headway_engine.fused import build
@@ -13,6 +15,24 @@ from headway_engine.lean.runner import LeanRunner
 from headway_engine.protocol import Capacity
 from headway_engine.runner import Runner, TransformersRunner
 from support import tiny_models
+
+
+def capacity(blocks: int = 64, tokens: int = 64) -> Capacity:
+    """Eight sequences in so many blocks of four tokens, with steps of so many tokens: small enough for a few
+    requests to be too many."""
+    return Capacity(
+        max_batch_tokens=tokens,
+        max_batch_sequences=8,
+        kv_blocks=blocks,
+        block_tokens=4,
+        max_model_tokens=min(97, blocks * 4),
+    )
+
+
+@cache
+def kept(kind: str, architecture: str, tokens: int = 64) -> Runner:
+    """One runner of a kind for all who ask, of `capacity`; its blocks keep what those before wrote."""
+    return fresh(kind, architecture, capacity(tokens=tokens))
 
 
 def fresh(kind: str, architecture: str, capacity: Capacity, sizes: list[Bucket] | None = None) -> Runner:
