@@ -2,8 +2,8 @@
 
     python bench/soak.py --minutes 30 [--seed 1]
 
-Prompts, outputs, sampling, tenants, priorities, samples, streams, schemas and bad bodies are drawn at
-random; a fifth of the requests is cancelled, some clients stop reading; limits change every second, modes
+Prompts, outputs, sampling, tenants, priorities, samples, streams, schemas, embeddings and bad bodies are
+drawn at random; a fifth of the requests is cancelled, some clients stop reading; limits change every second, modes
 included. Prints one Markdown table; the exit status is 1 when anything was wrong. The engine computes on one
 core and leaves the other to the clients. The traffic and the checks are those of
 tests/headway_engine/test_soak.py.
@@ -77,6 +77,7 @@ def table(findings: Findings, exit_status: int) -> str:
         "changes of limits; wrong ones, refused": f"{f.flips}; {f.refused_flips}",
         "rests, with every gauge back at 0": str(f.rests),
         "greedy probes; certain tokens in all of them": f"{f.probes}; {f.certain_probe_tokens}",
+        "embeddings answered; vectors in them, each looked at": f"{f.embeddings}; {f.vectors}",
         "steps; tokens out": f"{m[Metric.STEPS]:.0f}; {m[Metric.OUTPUT_TOKENS]:.0f}",
         "preempted": f"{m[Metric.PREEMPTIONS]:.0f}",
         "prompt tokens found in the prefix cache": f"{m[Metric.PREFIX_HIT_TOKENS]:.0f}",

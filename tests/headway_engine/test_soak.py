@@ -14,7 +14,7 @@ from support import fake_engine
 from support.client import judged
 from support.engine_server import engine_server
 from support.soak import Findings, Plan, Resident, soak
-from support.traffic import COMPLETIONS, TENANTS, Ask, Law, alphabet_prompts
+from support.traffic import COMPLETIONS, EMBEDDINGS, TENANTS, Ask, Law, alphabet_prompts
 
 SOAK_S = float(os.environ.get("HEADWAY_SOAK_S", "8"))
 
@@ -39,6 +39,7 @@ async def test_nothing_is_left_over_after_random_traffic(tmp_path):
     plan = Plan(
         seconds=SOAK_S,
         law=LAW,
+        least_requests=300,
         mean_pause_s=0.02,
         flip_every_s=0.1,
         probe_every_s=0.2,
@@ -56,6 +57,7 @@ async def test_nothing_is_left_over_after_random_traffic(tmp_path):
     ended = {outcome: findings.samples[f'{Metric.OUTCOME}{{outcome="{outcome}"}}'] for outcome in Outcome}
     assert min(ended[o] for o in (Outcome.FINISHED, Outcome.ABORTED, Outcome.REJECTED)) > 0
     assert min(findings.flips, findings.refused_flips, findings.probes, findings.outcomes["400"]) > 0
+    assert findings.vectors > findings.embeddings > 0
     for process, points in findings.resident.items():
         growth, _ = findings.growth(process)
         assert growth < 0.3 * points[-1].bytes, f"the {process} grew by {growth:.0f} bytes"
@@ -101,6 +103,34 @@ DONE = b"data: [DONE]\n\n"
 def test_a_client_of_the_soak_sees_a_wrong_stream(body, right):
     """What the soak asks of an answer, so that its silence means something."""
     ask = Ask(path=COMPLETIONS, body=b'{"max_tokens": 3}', stream=True, expects=("bcd",))
+    assert (judged(ask, 200, body).complaint == "") is right
+
+
+def vectors(*rows, **changes):
+    data = [{"index": i, "embedding": row} for i, row in enumerate(rows)]
+    return json.dumps({"data": data, "usage": {"prompt_tokens": 9}} | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "right"),
+    [
+        (vectors([0.6, 0.8], [1.0, 0.0], [0.6, 0.8]), True),
+        (vectors([0.6, 0.8], "AACAPwAAAAA=", [0.6, 0.8]), True),
+        (vectors([0.6, 0.8], [1.0, 0.0]), False),
+        (vectors([0.6, 0.8], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]), False),
+        (vectors([0.6, 0.8], [1.0, 0.0], [0.8, 0.6]), False),
+        (vectors([0.6, 0.8], [2.0, 0.0], [0.6, 0.8]), False),
+        (vectors([0.6, 0.8], [float("nan"), 0.0], [0.6, 0.8]), False),
+        (vectors([0.6, 0.8], [1.0], [0.6, 0.8]), False),
+        (vectors([], [], []), False),
+        (vectors([0.6, 0.8], [1.0, 0.0], [0.6, 0.8], usage={"prompt_tokens": 2}), False),
+        (vectors([0.6, 0.8], [1.0, 0.0], [0.6, 0.8]).replace(b'"index": 1', b'"index": 2'), False),
+    ],
+    ids=["right", "base64", "few", "many", "twins", "long", "nan", "ragged", "empty", "usage", "order"],
+)
+def test_a_client_of_the_soak_sees_wrong_vectors(body, right):
+    """Three inputs, of which the first and the last are the same."""
+    ask = Ask(path=EMBEDDINGS, body=b"{}", sequences=3, twins=(0, 2))
     assert (judged(ask, 200, body).complaint == "") is right
 
 

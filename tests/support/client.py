@@ -1,13 +1,16 @@
 """One client of the OpenAI routes: sends an ask, behaves as the ask says, and judges what it gets.
 
-Knows the rules every answer obeys (status, choices, usage, finish reasons, schemas, the end of a stream),
-and nothing of other clients.
+Knows the rules every answer obeys (status, choices, usage, finish reasons, schemas, vectors, the end of a
+stream), and nothing of other clients.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
+import math
 import socket
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import aiohttp
 import jsonschema
 
-from support.traffic import Ask, Manner
+from support.traffic import EMBEDDINGS, Ask, Manner
 
 LONGEST_ANSWER_S = 300.0
 """A client that waits so long has found a bug, on any machine that is worth soaking on."""
@@ -23,6 +26,10 @@ LONGEST_STALL_S = 90.0
 """The engine takes a client that reads nothing for 60 s to be gone; this one looks what came of it after."""
 SMALL_WINDOW_BYTES = 4096
 """Receive buffer of clients that do not read: the smaller, the sooner the engine feels it."""
+
+LENGTH_TOLERANCE = 1e-3
+LEAST_LIKENESS = 0.999
+"""Cosine of two vectors of the same input, whatever batches they were computed in."""
 
 FINISH_REASONS = {"stop", "length"}
 
@@ -105,7 +112,12 @@ def judged(ask: Ask, status: int, body: bytes) -> Outcome:
     if status != 200:
         return Outcome(word, f"{status} {body[:300]!r} to {_short(ask)}")
     try:
-        wrong = _wrong_stream(ask, body) if ask.stream else _wrong_answer(ask, json.loads(body))
+        if ask.stream:
+            wrong = _wrong_stream(ask, body)
+        elif ask.path == EMBEDDINGS:
+            wrong = _wrong_vectors(ask, json.loads(body))
+        else:
+            wrong = _wrong_answer(ask, json.loads(body))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         wrong = f"{type(error).__name__}: {error}: {body[-300:]!r}"
     return Outcome(word, f"{wrong}: {_short(ask)}" if wrong else "")
@@ -122,6 +134,33 @@ def _wrong_answer(ask: Ask, answer: dict[str, Any]) -> str:
     if usage["completion_tokens"] > ask.sequences * _most_tokens(ask):
         return f"usage {usage}"
     return _wrong_choices(ask, texts)
+
+
+def _wrong_vectors(ask: Ask, answer: dict[str, Any]) -> str:
+    """One for each input, in order, alike in size, finite, of length 1, and the same for the same input."""
+    if [item["index"] for item in answer["data"]] != list(range(ask.sequences)):
+        return f"{len(answer['data'])} vectors instead of {ask.sequences}, or out of order"
+    vectors = [_floats(item["embedding"]) for item in answer["data"]]
+    if len({len(vector) for vector in vectors}) != 1 or not vectors[0]:
+        return f"vectors of {sorted({len(vector) for vector in vectors})} dimensions"
+    for index, vector in enumerate(vectors):
+        length = math.hypot(*vector)
+        if not abs(length - 1) < LENGTH_TOLERANCE:  # what is no number is neither
+            return f"vector {index} has length {length}"
+    one, other = (vectors[place] for place in ask.twins)
+    likeness = math.fsum(a * b for a, b in zip(one, other, strict=True))
+    if likeness < LEAST_LIKENESS:
+        return f"vectors {ask.twins} are of one input and have a cosine of {likeness}"
+    if answer["usage"]["prompt_tokens"] < ask.sequences:
+        return f"usage {answer['usage']}"
+    return ""
+
+
+def _floats(embedding: list[float] | str) -> list[float]:
+    """The vector in either encoding."""
+    if isinstance(embedding, str):
+        return array("f", base64.b64decode(embedding)).tolist()
+    return embedding
 
 
 def _wrong_stream(ask: Ask, body: bytes) -> str:

@@ -30,7 +30,7 @@ from headway_engine.protocol import (
 from headway_engine.protocol import Outcome as Ending
 from support.client import Outcome, send
 from support.engine_server import Engine, resident_bytes, samples_of
-from support.traffic import MODEL_NAME, Law
+from support.traffic import EMBEDDINGS, MODEL_NAME, Ask, Law
 
 ZERO_AT_REST = (Metric.IN_FLIGHT, Metric.RUNNING, Metric.WAITING, Metric.QUEUED_TOKENS, Metric.KV_USED_BLOCKS)
 """Used blocks are all blocks less the free ones, cached or blank: 0 says that none is lost."""
@@ -52,6 +52,7 @@ class Plan:
 
     seconds: float
     law: Law
+    least_requests: int = 0  # with fewer it goes on: a busy machine may hardly begin in the time
     clients: int = 16
     mean_pause_s: float = 1.5  # of a client between two requests
     flip_every_s: float = 1.0
@@ -84,6 +85,8 @@ class Findings:
     probes: int = 0
     unanswered_probes: int = 0
     certain_probe_tokens: int = 0
+    embeddings: int = 0  # calls that were answered whole
+    vectors: int = 0  # in them
     samples: dict[str, float] = field(default_factory=dict)
     resident: dict[str, list[Resident]] = field(default_factory=dict)  # by process
     complaints: list[str] = field(default_factory=list)
@@ -94,9 +97,12 @@ class Findings:
         if len(self.complaints) < MOST_COMPLAINTS:
             self.complaints.append(what)
 
-    def note(self, outcome: Outcome, sequences: int) -> None:
+    def note(self, outcome: Outcome, ask: Ask) -> None:
         self.outcomes[outcome.word] += 1
-        self.sequences[outcome.word] += sequences
+        self.sequences[outcome.word] += ask.sequences
+        if ask.path == EMBEDDINGS and outcome.word == "200":
+            self.embeddings += 1
+            self.vectors += ask.sequences
         if outcome.complaint:
             self.complain(outcome.complaint)
 
@@ -150,9 +156,10 @@ class _Soak:
         until_s = self._started_s + plan.seconds
         for leg in itertools.count():
             now_s = time.monotonic()
-            if now_s >= until_s:
+            late = now_s >= until_s
+            if late and self.findings.outcomes.total() >= plan.least_requests:
                 break
-            leg_ends_s = min(until_s, now_s + plan.rest_every_s)
+            leg_ends_s = now_s + plan.rest_every_s if late else min(until_s, now_s + plan.rest_every_s)
             clients = [
                 self._client(random.Random(f"{plan.seed} {leg} {i}"), leg_ends_s) for i in range(plan.clients)
             ]
@@ -175,7 +182,7 @@ class _Soak:
         """Ask, wait a little, ask again."""
         while time.monotonic() < until_s:
             ask = self.plan.law.draw(chance)
-            self.findings.note(await send(self.http, self.engine.url, ask), ask.sequences)
+            self.findings.note(await send(self.http, self.engine.url, ask), ask)
             await asyncio.sleep(chance.expovariate(1 / self.plan.mean_pause_s))
 
     async def _every(self, seconds: float, over: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:

@@ -1,8 +1,8 @@
 """Random requests for a soak: what may be asked, as it is drawn. Chance is an argument; nothing is sent.
 
 A `Law` draws asks: prompts that share beginnings, every sampling parameter, several samples, streams or
-not, schemas, tenants and priorities, bodies that are no requests, clients that leave and clients that stop
-reading. Knows nothing of sockets and of what an engine answers.
+not, schemas, embeddings, tenants and priorities, bodies that are no requests, clients that leave and clients
+that stop reading. Knows nothing of sockets and of what an engine answers.
 """
 
 import json
@@ -17,6 +17,7 @@ from support import hostile_schemas
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
 MODEL_NAME = "tiny"  # what support.engine_server serves every model as
 
 TENANTS = {"gold": {"weight": 4, "priority": 10}, "batch": {"priority": -10, "max_queued_requests": 20}}
@@ -59,6 +60,7 @@ class Ask:
     manner: Manner = Manner.WAITS
     after_s: float = 0.0
     expects: tuple[str, ...] | None = None  # the texts of all choices, where the model is that simple
+    twins: tuple[int, int] = (0, 0)  # of embeddings, two places that have the same input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Law:
     most_prompt_tokens: int
     most_output_tokens: int
     schemas: bool = True
+    embeddings_share: float = 0.1
+    most_inputs: int = 60  # of one call, more than a queue of the soak may hold
     leave_share: float = 0.2
     bad_share: float = 0.05
     slow_share: float = 0.02
@@ -83,7 +87,12 @@ class Law:
             return self._bad(chance)
         if chance.random() < self.slow_share:
             return self._slow(chance)
-        ask = self._with_schema(chance) if self.schemas and chance.random() < 0.1 else self._plain(chance)
+        if chance.random() < self.embeddings_share:
+            ask = self._embeddings(chance)
+        elif self.schemas and chance.random() < 0.1:
+            ask = self._with_schema(chance)
+        else:
+            ask = self._plain(chance)
         if chance.random() >= self.leave_share:
             return ask
         patience_s = chance.expovariate(1 / self.patience_s)
@@ -111,6 +120,25 @@ class Law:
             stream=stream,
             headers=headers,
             expects=None if follows is None else (follows[:most],) * n,
+        )
+
+    def _embeddings(self, chance: random.Random) -> Ask:
+        """Vectors of one input or many, of which one is there twice."""
+        count = _log_uniform(chance, 1, self.most_inputs)
+        most = max(1, self.most_prompt_tokens // 8)  # in all as much as a few prompts
+        inputs = [self.prompt(chance, _log_uniform(chance, 1, most))[0] for _ in range(count)]
+        twins = (chance.randrange(count), chance.randrange(count))
+        inputs[twins[1]] = inputs[twins[0]]
+        body: dict[str, Any] = {"model": MODEL_NAME, "input": inputs}
+        if chance.random() < 0.5:
+            body["encoding_format"] = chance.choice(["float", "base64"])
+        headers = _who(chance, body)
+        return Ask(
+            path=EMBEDDINGS,
+            body=json.dumps(body).encode(),
+            sequences=count,
+            headers=headers,
+            twins=twins,
         )
 
     def _with_schema(self, chance: random.Random) -> Ask:
@@ -169,6 +197,9 @@ class Law:
         bodies += [chance.randbytes(chance.randrange(200))]
         path = COMPLETIONS
         body = chance.choice(bodies)
+        if chance.random() < 0.2:
+            wrong: tuple[Any, ...] = ("", [], ["x", ""], [1.5], [-1], [1 << 30], ["x"] * 2049, None)
+            path, body = EMBEDDINGS, json.dumps({"model": MODEL_NAME, "input": chance.choice(wrong)}).encode()
         if self.schemas and chance.random() < 0.2:
             schema = chance.choice(list(hostile_schemas.WRONG.values()))
             messages = [{"role": "user", "content": "x"}]
