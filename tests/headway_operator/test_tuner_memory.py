@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_engine.protocol import BatchingMode, Limits
+from headway_operator.tuner.calm import Course
+from headway_operator.tuner.decision import TUNABLES
 from headway_operator.tuner.memory import (
     MAX_STATE_BYTES,
     Feasibility,
@@ -35,6 +37,18 @@ trials = st.builds(
     arrivals_per_s=numbers,
     decode_sequences=numbers,
 )
+courses = st.builds(
+    Course,
+    seen_at_s=numbers,
+    mean=st.floats(0, 21),
+    variance=st.floats(0, 9),
+    direction=st.integers(-1, 1),
+    moved_at_s=numbers,
+    patience_s=st.floats(0, 600),
+    asked=st.integers(-1, 1),
+    asked_at_s=numbers,
+    nearest=st.integers(0, 10**9),
+)
 memories = st.builds(
     Memory,
     base=st.none() | limits,
@@ -52,6 +66,7 @@ memories = st.builds(
     traffic=st.lists(st.builds(Traffic, numbers, numbers, numbers), max_size=13).map(tuple),
     good=st.none() | limits,
     trial=st.none() | trials,
+    courses=st.dictionaries(st.sampled_from(list(TUNABLES)), courses),
     missed=st.integers(0, 1000),
     feasibility=st.sampled_from(Feasibility),
 )

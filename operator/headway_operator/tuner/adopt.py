@@ -37,7 +37,8 @@ def adopt(
     objective = zlib.crc32(repr((slo, tuning.bounds)).encode())
     free = memory.objective != 0 and memory.objective != objective
     if edited or free:
-        memory = msgspec.structs.replace(memory, trial=None)
+        courses = {name: course for name, course in memory.courses.items() if name not in edited}
+        memory = msgspec.structs.replace(memory, trial=None, courses=courses)
     if free:
         # The counts were about other targets.
         memory = msgspec.structs.replace(memory, ttft=(), itl=(), e2e=())

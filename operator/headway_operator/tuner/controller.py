@@ -25,9 +25,10 @@ from headway_operator.tuner.learn import (
     learn,
     requests_in_window,
 )
-from headway_operator.tuner.memory import Memory, Trial
+from headway_operator.tuner.memory import Feasibility, Memory, Trial
 from headway_operator.tuner.quantiles import Judgement
-from headway_operator.tuner.solve import grid, solve
+from headway_operator.tuner.solve import solve
+from headway_operator.tuner.wishes import pressed_by, regretted, take, unasked
 
 __all__ = ["Change", "Decision", "State", "Verdict", "decide"]
 
@@ -84,19 +85,13 @@ def _decide(
     # 4. Work out what the model asks for, and move there.
     held = _reason_to_hold(memory, observation)
     if held is not None:
+        memory = unasked(memory)
         outcome = _Outcome(Verdict.EDIT if edits else Verdict.HOLD, held[0], held[1], edits)
     else:
-        memory, outcome = _move(slo, tuning, batching, capacity, memory, edits, now_s, free=free)
+        memory, outcome = _move(slo, tuning, batching, capacity, memory, edits, interval, now_s, free=free)
     return _finish(slo, tuning, batching, capacity, memory, observation, interval, outcome, now_s)
 
 
-HYSTERESIS = 0.06
-GROWTH_HYSTERESIS = 0.12
-"""Inside the targets a little more budget gains little, and the measured correction wobbles by as much."""
-LEAST_BAD_HYSTERESIS = 0.5
-"""Where no value meets the target, none is worth much fuss."""
-QUEUE_HYSTERESIS = 0.04
-"""Of a damped move: about twice as much lies between the cap and what the model asks for."""
 FREEZE_S = 300.0
 MISSES_TO_FALL_BACK = 10
 MISSES_TO_GO_STATIC = 3
@@ -215,6 +210,7 @@ def _watch_trial(
             tuned=before,
             trial=None,
             no_growth_until_s=now_s + FREEZE_S,
+            courses=regretted(memory.courses, _tuned(memory), before, now_s),
             changed_at_s=now_s,
         )
         return memory, _Outcome(Verdict.REVERT, State.ACTIVE, reason, changes)
@@ -250,6 +246,7 @@ def _move(
     capacity: Capacity,
     memory: Memory,
     edits: tuple[Change, ...],
+    interval: Interval,
     now_s: float,
     *,
     free: bool,
@@ -261,32 +258,14 @@ def _move(
     assert solution is not None, "there is a model and a target"
     frozen = now_s < memory.no_growth_until_s
     broken = _violated(memory, slo)
-    itl_broken = not solution.least_bad and "ITL" in broken
-    hysteresis = LEAST_BAD_HYSTERESIS if solution.least_bad else HYSTERESIS
-    values = {
-        "max_batch_tokens": _worth_it(
-            start.max_batch_tokens,
-            solution.max_batch_tokens.value,
-            frozen=frozen,
-            urgent=itl_broken,
-            hysteresis=hysteresis,
-        ),
-        "max_queued_tokens": _worth_it(
-            start.max_queued_tokens,
-            solution.max_queued_tokens.value,
-            frozen=frozen,
-            urgent=False,
-            hysteresis=QUEUE_HYSTERESIS,
-        ),
-        "prefill_chunk_tokens": _worth_it(
-            start.prefill_chunk_tokens, solution.prefill_chunk_tokens.value, frozen=False, urgent=False
-        ),
-        "max_batch_sequences": _worth_it(
-            start.max_batch_sequences, solution.max_batch_sequences.value, frozen=False, urgent=False
-        ),
-    }
-    # Sequences above the budget are refused by the engine, whatever the hysteresis says.
-    values["max_batch_sequences"] = min(values["max_batch_sequences"], values["max_batch_tokens"])
+    pressed = pressed_by(
+        slo,
+        interval,
+        broken,
+        least_bad=solution.least_bad,
+        room_helps=memory.feasibility is not Feasibility.CAPACITY_LIMITED,
+    )
+    memory, values = take(memory, solution, start, pressed, now_s, frozen=frozen, free=free)
     wanted = msgspec.structs.replace(start, **values)
     words = explain(slo, memory, solution, start, wanted)
     changes = differences(start, wanted, lambda name: words[name])
@@ -315,17 +294,6 @@ def _move(
     reason = "; ".join(f"{c.parameter} {c.old} -> {c.new}: {c.why}" for c in changes)
     verdict = Verdict.GROW if grew else Verdict.SHRINK
     return memory, _Outcome(verdict, state, reason, (*edits, *changes), solution.predicted_s)
-
-
-def _worth_it(now: int, wanted: int, *, frozen: bool, urgent: bool, hysteresis: float = HYSTERESIS) -> int:
-    """`wanted`, or `now` when the difference is noise or growth is off. `urgent`: any shrinking counts."""
-    if wanted > now and frozen:
-        return now
-    if wanted < now and urgent:
-        return wanted
-    if wanted > now:
-        hysteresis = max(hysteresis, GROWTH_HYSTERESIS)
-    return wanted if abs(wanted - now) > max(hysteresis * now, grid(now)) else now
 
 
 def _finish(

@@ -58,6 +58,8 @@ class Interval:
     itl_s: float | None = None
     e2e_s: float | None = None
     queue_s: float | None = None
+    refused: float = 0.0
+    """Share of what arrived that was rejected or failed."""
 
 
 def learn(
@@ -75,6 +77,7 @@ def learn(
         itl_s=_quantile(seen.itl, slo.itl),
         e2e_s=_quantile(seen.e2e, slo.e2e),
         queue_s=_quantile(seen.queue, slo.ttft),
+        refused=_refused(seen) / max(seen.arrivals or 0.0, _refused(seen), 1.0),
     )
     memory = _learn_load(memory, seen)
     memory = _learn_overhead(memory, seen)
@@ -115,6 +118,10 @@ def judged(
     if target is None:
         return Judgement.UNDECIDED, total
     return judge(total, target.percentile.miss_share), total
+
+
+def _refused(seen: Observation) -> float:
+    return (seen.rejected or 0.0) + (seen.failed or 0.0)
 
 
 def _quantile(histogram: Histogram | None, target: Target | None) -> float | None:
@@ -171,7 +178,7 @@ def _learn_load(memory: Memory, seen: Observation) -> Memory:
             decode = statistics.dd / statistics.d
             kv = statistics.k / statistics.d
     arrivals = (seen.arrivals or 0.0) / seen.elapsed_s
-    refused = ((seen.rejected or 0.0) + (seen.failed or 0.0)) / seen.elapsed_s
+    refused = _refused(seen) / seen.elapsed_s
     return replace(
         memory,
         load=Load(
@@ -201,7 +208,7 @@ def _learn_overhead(memory: Memory, seen: Observation) -> Memory:
 
 def _count(memory: Memory, seen: Observation, slo: Slo, now_s: float) -> Memory:
     requests = max(seen.arrivals or 0.0, seen.finished or 0.0)
-    refused = (seen.rejected or 0.0) + (seen.failed or 0.0)
+    refused = _refused(seen)
     return replace(
         memory,
         ttft=_window(memory.ttft, _exceeded(seen.ttft, slo.ttft), now_s, memory.changed_at_s),

@@ -11,6 +11,7 @@ import msgspec
 
 from headway_engine.protocol import Limits
 from headway_engine.stepcost import StepCost, StepStatistics
+from headway_operator.tuner.calm import Course
 from headway_operator.tuner.quantiles import Exceedances
 
 VERSION = 1
@@ -104,6 +105,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     good: Limits | None = None
     good_at_s: float = 0.0
     trial: Trial | None = None
+    courses: dict[str, Course] = {}  # by field of Limits
     no_growth_until_s: float = 0.0
     changed_at_s: float = 0.0
     seen_at_s: float = 0.0  # when something was last observed

@@ -9,7 +9,7 @@ Pure arithmetic on the memory; knows nothing of trials, verdicts or time.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.stepcost import StepCost
@@ -62,6 +62,8 @@ class Clamped:
 
     value: int
     binding: str = ""
+    aim: float = 0.0
+    """Where the model would go if it went the whole way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ def solve(
         tokens = Clamped(tokens.value, "steps carry too few prompt tokens to use, or to foresee, larger ones")
     elif not tokens.binding and trusted != wanted:
         tokens = Clamped(tokens.value, f"one step of x{SHRINK_MOST:g} to x{GROW_MOST:g} at a time")
+    tokens = replace(tokens, aim=wanted)
     full = max(0.0, tokens.value - decode)
     predicted_s = at.seconds(full)
     return Solution(
@@ -226,8 +229,10 @@ def _sequences(
     It is no means to regulate latency: a tight cap only moves the wait in front of the first token.
     """
     binding = ""
+    aim = float(most)
     if at.per_sequence_s > 0 and allowed_s is not None:
         safe = math.floor((allowed_s - at.seconds(SMALLEST_PREFILL / 2, 0)) / at.per_sequence_s)
+        aim = float(min(max(safe, math.ceil(at.decode_sequences), 1), most))
         if now is not None:
             safe = math.floor(_damped(max(safe, 1), now))
         safe = max(safe, math.ceil(at.decode_sequences), 1)
@@ -236,8 +241,8 @@ def _sequences(
             most, binding = safe, "decoding more of them at once breaks the ITL target"
     clamped = _clamp(most, bound, ceiling, "maxBatchSequences")
     if clamped.value > tokens:
-        return Clamped(tokens, "a step holds no more sequences than tokens")
-    return Clamped(clamped.value, clamped.binding or binding)
+        return Clamped(tokens, "a step holds no more sequences than tokens", aim)
+    return Clamped(clamped.value, clamped.binding or binding, aim)
 
 
 def _chunk(
@@ -254,7 +259,7 @@ def _chunk(
                 f"in chunks of {batching.prefill_chunk_tokens} a mean prompt alone takes {alone_s:.2g} s"
             )
     clamped = _clamp(chunk, bound, capacity.max_batch_tokens, "prefillChunkTokens")
-    return Clamped(clamped.value, clamped.binding or binding)
+    return Clamped(clamped.value, clamped.binding or binding, float(clamped.value))
 
 
 def _queue(
@@ -262,15 +267,17 @@ def _queue(
 ) -> Clamped:
     """Prompt tokens that can be computed inside the TTFT target; without one, as it is."""
     if slo.ttft is None:
-        return Clamped(start.max_queued_tokens)
+        return Clamped(start.max_queued_tokens, aim=float(start.max_queued_tokens))
     prefill = max(full, 1.0)
     step_s = at.seconds(prefill)
     wait_s = max(0.0, slo.ttft.target_s - 2 * step_s)
     tokens = memory.queue_scale * QUEUE_SHARE * wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
     # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
     least = max(2 * memory.load.prompt_tokens, full)
-    wanted = max(tokens, least)
-    if not free:
-        wanted = max(_damped(wanted, start.max_queued_tokens), least)
-    value = on_grid(min(wanted, LARGEST_QUEUE))
-    return _clamp(value, bound, LARGEST_QUEUE, "maxQueuedTokens")
+    wanted = min(max(tokens, least), LARGEST_QUEUE)
+    whole = _clamp(on_grid(wanted), bound, LARGEST_QUEUE, "maxQueuedTokens")
+    if free:
+        return replace(whole, aim=float(whole.value))
+    damped = max(_damped(wanted, start.max_queued_tokens), least)
+    found = _clamp(on_grid(min(damped, LARGEST_QUEUE)), bound, LARGEST_QUEUE, "maxQueuedTokens")
+    return replace(found, aim=float(whole.value))
