@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headway_cli import arguments, capacity_table, step_costs, traces
+from headway_cli import arguments, capacity_plot, capacity_table, step_costs, traces
 from headway_cli.capacity_report import Figures, figures
 from headway_cli.documents import Manifest, read_resources
 from headway_cli.errors import EXIT_OK, UserError
@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price", type=arguments.not_negative, metavar="PER_HOUR", help="of one accelerator, for the cost"
     )
     plan.add_argument("--currency", default="USD", help="for the cost (default USD)")
+    parser.add_argument(
+        "--plot", type=arguments.file_to_write, metavar="FILE.svg", help="draw the last simulation there"
+    )
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
 
 
@@ -109,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     _print(args, resource, tried, assumptions)
+    if args.plot is not None:
+        args.plot.write_text(capacity_plot.svg(tried[-1]), encoding="utf-8")
     return EXIT_OK
 
 

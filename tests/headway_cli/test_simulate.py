@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -77,6 +78,25 @@ def test_the_json_is_json_with_units_in_its_names(resource: Path, capsys: pytest
     assert found["ticks"][0]["at_s"] == 5.0
 
 
+def test_the_plot_is_a_picture_with_every_line_inside_its_panel(
+    resource: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SVG, the same each time; targets are named."""
+    path = tmp_path / "plan.svg"
+    answer(capsys, "-f", resource, *TRAFFIC, *STEP_COST, "--plot", path)
+    drawn = path.read_text()
+    root = ElementTree.fromstring(drawn)
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in root.iter(f"{space}text")]
+    assert {"requests/s", "TTFT p95, ms", "ITL p95, ms", "target 500", "target 50"} <= set(texts)
+    lines = [line.attrib["points"].split() for line in root.iter(f"{space}polyline")]
+    assert len(lines) >= 5
+    corners = [tuple(map(float, point.split(","))) for line in lines for point in line]
+    assert all(70 <= x <= 810 and 50 <= y <= float(root.attrib["height"]) for x, y in corners)
+    answer(capsys, "-f", resource, *TRAFFIC, *STEP_COST, "--plot", path)
+    assert path.read_text() == drawn
+
+
 def test_find_replicas_stops_at_the_first_number_that_meets_the_slo(
     resource: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +131,7 @@ def test_without_the_tuner_the_limits_stay(resource: Path, capsys: pytest.Captur
         (("--trace", "nowhere.csv", *STEP_COST), "nowhere.csv: No such file"),
         ((*TRAFFIC, *STEP_COST, "--replicas", "3", "--find-replicas", "2"), "fewer than --replicas 3"),
         ((*TRAFFIC, "--from", "localhost"), "not an http:// URL"),
+        ((*TRAFFIC, "--noise", "0.1"), "what a step of the engine costs is not known"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_refused(
