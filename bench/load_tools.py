@@ -12,27 +12,23 @@ folder and ask no model hub. Exit status: 0 when every run of the tool ended wel
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 BENCH = Path(__file__).parent
-sys.path.insert(0, str(BENCH))
+sys.path[:0] = [str(BENCH), str(BENCH.parent / "tests")]
 
 from run import MODEL, model_folder
-from serving import free_port
+
+from support.engine_server import Engine, engine_server
 
 NAME = "smollm"
 HUB_NAME = "headway/smollm"
 PINS = {"guidellm": "guidellm==0.8.1", "aiperf": "aiperf==0.13.0"}
-START_S = 180.0
 RUN_S = 600.0
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -55,39 +51,17 @@ def environment(tool: str) -> Path:
     return folder / "bin"
 
 
-@contextmanager
-def engine() -> Iterator[tuple[str, str]]:
-    """A running engine: the addresses of its two ports."""
-    port, management = free_port(), free_port()
-    line = [
-        *(sys.executable, "-m", "headway_engine", "--model", MODEL, "--served-model-name", NAME),
-        *("--host", "127.0.0.1", "--port", str(port), "--management-port", str(management)),
-        *("--max-model-len", "2048", "--capacity-max-batch-tokens", "2048", "--kv-blocks", "2000"),
-    ]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
-    try:
-        until_ready(f"http://127.0.0.1:{port}/health", process)
-        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{management}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until it says 200."""
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            raise RuntimeError(f"the engine ended with {process.returncode}")
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)  # not listening, or loading
-    raise TimeoutError("the engine did not become ready")
+def serving(folder: Path) -> AbstractContextManager[Engine]:
+    """A running engine with the model of all benchmarks, on all cores of the CPU, as precise as it comes."""
+    options = {
+        "--served-model-name": NAME,
+        "--dtype": "auto",
+        "--threads": 0,
+        "--max-model-len": 2048,
+        "--capacity-max-batch-tokens": 2048,
+        "--kv-blocks": 2000,
+    }
+    return engine_server(folder, MODEL, [str(part) for pair in options.items() for part in pair])
 
 
 Commands = Iterator[tuple[str, list[str], Callable[[Path], str]]]
@@ -245,9 +219,9 @@ def main() -> int:
     bin = environment(args.tool) if args.tool in PINS else Path()
     args.folder = model_folder()
     failed = 0
-    with engine() as (url, management), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as engine:
         scratch = Path(folder)
-        for what, line, summary in TOOLS[args.tool](bin, args, url, management, scratch):
+        for what, line, summary in TOOLS[args.tool](bin, args, engine.url, engine.management_url, scratch):
             run = subprocess.run(
                 line,
                 env={**os.environ, **OFFLINE},
