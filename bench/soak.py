@@ -3,9 +3,9 @@
     python bench/soak.py --minutes 30 [--seed 1]
 
 Prompts, outputs, sampling, tenants, priorities, samples, streams, schemas, embeddings and bad bodies are
-drawn at random; a fifth of the requests is cancelled, some clients stop reading; limits change every second, modes
-included. Prints one Markdown table; the exit status is 1 when anything was wrong. The engine computes on one
-core and leaves the other to the clients. The traffic and the checks are those of
+drawn at random; a fifth of the requests is cancelled, some clients stop reading; limits change every second,
+modes included. Prints one Markdown table; the exit status is 1 when anything was wrong. The engine computes
+on one core and leaves the other to the clients. The traffic and the checks are those of
 tests/headway_engine/test_soak.py.
 """
 
