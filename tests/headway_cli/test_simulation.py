@@ -1,6 +1,9 @@
 """Simulations small enough to compute by hand, and large enough for queueing theory."""
 
+import importlib.util
+import sys
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,6 +14,7 @@ from headway_cli.client import Answer, Ending
 from headway_cli.report import Record, summarise
 from headway_cli.simulated_engine import Fate
 from headway_cli.simulation import Outcome, Setup, simulate
+from headway_cli.step_costs import PROFILES
 from headway_cli.traces import Arrival
 from headway_engine.protocol import Capacity
 from headway_engine.stepcost import StepCost
@@ -180,6 +184,41 @@ def test_a_real_trace_is_served_whole() -> None:
     assert all(j.tokens == max(1, j.arrival.output_tokens) for j in outcome.journeys)
     assert all(0 < (j.ttft_s or 0) <= j.e2e_s for j in outcome.journeys)
     assert outcome.gaps_us.total() == sum(j.tokens - 1 for j in outcome.journeys)
+
+
+def test_the_measured_profile_tells_what_was_measured_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/README.md, "Poisson 2/s, HTTP and SSE": three rounds of the real engine on the profile's machine.
+
+    The profile was fitted to single steps, so requests are foretold here: each figure falls among the rounds.
+    """
+    path = Path(__file__).parents[2] / "bench" / "workload.py"
+    spec = importlib.util.spec_from_file_location("workload", path)
+    assert spec is not None
+    assert spec.loader is not None
+    workload = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "workload", workload)  # its dataclasses look for it there
+    spec.loader.exec_module(workload)
+    items = workload.named("p64")
+    batching = Batching(max_batch_tokens=512, max_batch_sequences=64, prefill_chunk_tokens=512)
+    arrivals = [Arrival(item.at_s, len(item.prompt), item.output_tokens) for item in items]
+    cost = PROFILES["smollm2-135m-2cpu"].cost
+    outcome = simulate(a_setup(batching=batching, cost=cost), arrivals)
+    ttfts = [j.ttft_s or 0.0 for j in outcome.journeys]
+    tpots = [(j.e2e_s - (j.ttft_s or 0.0)) / (j.tokens - 1) for j in outcome.journeys]
+    seen = {
+        "tokens/s": sum(j.tokens for j in outcome.journeys) / outcome.ended_s,
+        "ttft p50 ms": 1000 * workload.percentile(ttfts, 0.5),
+        "ttft p95 ms": 1000 * workload.percentile(ttfts, 0.95),
+        "tpot p50 ms": 1000 * workload.percentile(tpots, 0.5),
+    }
+    rounds = {
+        "tokens/s": (130, 137),
+        "ttft p50 ms": (421, 571),
+        "ttft p95 ms": (2117, 2522),
+        "tpot p50 ms": (72, 94),
+    }
+    outside = {name: seen[name] for name, (low, high) in rounds.items() if not low <= seen[name] <= high}
+    assert outside == {}
 
 
 def _answer(outcome: Outcome, number: int) -> Answer:
