@@ -10,12 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from headway_engine.channel import ChannelClosed, FrontEnd
 from headway_engine.logs import Change, fields
+from headway_engine.mailbox import CutOff, Mailbox, News
 from headway_engine.messages import (
     Abort,
     Died,
@@ -43,7 +43,7 @@ from headway_engine.sequence import (
     Started,
 )
 from headway_engine.storms import Began, Over, Storms
-from headway_engine.telemetry import Journey, Telemetry
+from headway_engine.telemetry import Telemetry
 from headway_engine.text import Tokeniser
 
 log = logging.getLogger("headway.front")
@@ -52,19 +52,6 @@ DRAINING_RETRY_S = 2.0
 STARTING_RETRY_S = 5.0
 GONE = "the engine has stopped and is started anew"
 """What a client hears of a lost core; why it was lost is for the log and for /readyz."""
-
-
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """The request ends unanswered because the engine ends: it would do well to be sent again."""
-
-    id: RequestId
-    message: str
-    code: str
-    retry_after_s: float
-
-
-News = Event | Rejected | CutOff
 
 
 class Phase(Enum):
@@ -77,32 +64,6 @@ class Phase(Enum):
 
 class CoreGone(Exception):
     """The core cannot answer any more."""
-
-
-class Mailbox:
-    """News of one HTTP request, put by the channel's reader and taken by the request's task. It holds no
-    more than the request's own tokens: a slow client gets what piled up in one piece."""
-
-    def __init__(self) -> None:
-        self.journeys: list[Journey] = []
-        """What became of each sequence; kept up to date, for whoever wants to know in the end."""
-        self._news: list[News] = []
-        self._wake = asyncio.Event()
-
-    def put(self, news: News) -> None:
-        self._news.append(news)
-        self._wake.set()
-
-    async def filled(self) -> None:
-        """Wait until there are news, and leave them."""
-        await self._wake.wait()
-
-    async def take(self) -> list[News]:
-        """All news since the last time; waits for the first."""
-        await self._wake.wait()
-        self._wake.clear()
-        news, self._news = self._news, []
-        return news
 
 
 class CoreClient:

@@ -12,10 +12,11 @@ import msgspec
 from starlette.types import Send
 
 from headway_engine import embeddings
-from headway_engine.core_client import CoreClient, CutOff, News
+from headway_engine.core_client import CoreClient
 from headway_engine.embeddings import EmbeddingsCall, Feed
 from headway_engine.exchange import Exchange
 from headway_engine.generation import Usage
+from headway_engine.mailbox import CutOff, News
 from headway_engine.protocol import Limits
 from headway_engine.reply import STALLED_READER_S, CoreReply, cut_off, failure, refusal
 from headway_engine.sequence import (

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from headway_engine import answers
 from headway_engine.answers import ApiError, Head, bad_request
-from headway_engine.core_client import CoreClient, CutOff, Mailbox, News
+from headway_engine.core_client import CoreClient
 from headway_engine.exchange import Exchange, exchange_of
 from headway_engine.generation import Choice, Usage, usage
 from headway_engine.logs import fields
+from headway_engine.mailbox import CutOff, Mailbox, News
 from headway_engine.openai import Call
 from headway_engine.protocol import Outcome
 from headway_engine.score_room import ScoreRoom

@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from headway_engine.control import control_app
-from headway_engine.core_client import Mailbox, Phase
+from headway_engine.core_client import Phase
+from headway_engine.mailbox import Mailbox
 from headway_engine.protocol import Limits
 from headway_engine.sequence import Started
 from support import fake_engine

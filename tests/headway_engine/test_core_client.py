@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from headway_engine.core_client import CoreGone, Mailbox, Phase
+from headway_engine.core_client import CoreGone, Phase
+from headway_engine.mailbox import Mailbox
 from headway_engine.messages import Died, Drain, Gauges, LimitsApplied, SetLimits, StepReport
 from headway_engine.protocol import Limits, Outcome
 from headway_engine.sequence import (
