@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headway_engine.fused import build, native
+from headway_engine.fused import build, llama, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel
@@ -45,6 +45,52 @@ def test_every_instruction_set_says_what_generate_says(chosen: str, architecture
     """Wide batches, so that whole tiles and every rest of one are used; what this CPU lacks is skipped."""
     library = kernels.loaded(chosen)
     crowd(FusedRunner(tiny_models.fresh(architecture), SMALL, library, threads=2), architecture)
+
+
+def rounded(architecture: str, dtype: torch.dtype) -> LoadedModel:
+    """A float32 model whose weights a file of `dtype` could have held, tiny ones among them."""
+    model = tiny_models.fresh(architecture)
+    parameters = dict(model.module.named_parameters())
+    with torch.no_grad():
+        for weight in parameters.values():
+            weight.copy_(weight.to(dtype).float())
+        parameters["model.layers.0.mlp.down_proj.weight"][0, :3] = torch.tensor([6e-8, -1.8e-7, 0.0]).to(
+            dtype
+        )
+    return model
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "llama-wide"])
+@pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
+def test_weights_in_their_files_type_change_no_bit(
+    chosen: str, architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows, where wide panels are kept for the next tile, and one row, where they are not."""
+    library = kernels.loaded(chosen)
+    narrow = FusedRunner(rounded(architecture, dtype), SMALL, library, threads=2)
+    monkeypatch.setattr(llama, "narrowest", lambda model: model.dtype)
+    wide = FusedRunner(rounded(architecture, dtype), SMALL, library, threads=2)
+    for length in (1, 8, 31, 70):
+        said = []
+        for runner in (narrow, wide):
+            prompt = [(i * 37) % 290 + 3 for i in range(length)]
+            s = tiny_models.sequence("a", prompt, range(24), logprobs=20)
+            said.append(tiny_models.advance(runner, (s, length))["a"])
+        assert said[0] == said[1]
+
+
+def test_weights_are_narrowed_only_when_nothing_is_lost() -> None:
+    """Both half types when they hold every matrix, bfloat16 first; one odd or infinite weight forbids it."""
+    assert llama.narrowest(rounded("llama", torch.bfloat16)) is torch.bfloat16
+    assert llama.narrowest(rounded("llama", torch.float16)) is torch.float16
+    assert llama.narrowest(tiny_models.fresh("llama")) is torch.float32
+    assert llama.narrowest(tiny_models.fresh("llama", dtype="bfloat16")) is torch.bfloat16
+    for odd in (1.0001, float("inf"), float("nan")):
+        model = rounded("llama", torch.float16)
+        dict(model.module.named_parameters())["model.layers.1.self_attn.o_proj.weight"].data[3, 5] = odd
+        assert llama.narrowest(model) is torch.float32
 
 
 @needs_compiler

@@ -32,7 +32,7 @@ KERNELS_ENV = "HEADWAY_KERNELS"
 _BASE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
 }
 _BUILD_TIMEOUT_S = 300

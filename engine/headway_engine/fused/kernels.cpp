@@ -19,17 +19,17 @@ int64_t hw_workspace(const Model* m, int64_t tokens) {
   return Places(*m, tokens, nullptr).floats;
 }
 
-// Panels of a row-major [n, k] matrix; `to` holds ceil(n / NR) * k * NR elements.
-void hw_pack(const void* from, int32_t n, int32_t k, void* to, int32_t is_bf16) {
-  if (is_bf16) pack((const bf16*)from, n, k, (bf16*)to, 0, NR);
+// Panels of a row-major [n, k] matrix of `bytes` (2 or 4) an element; `to` holds ceil(n / NR) * k * NR elements.
+void hw_pack(const void* from, int32_t n, int32_t k, void* to, int32_t bytes) {
+  if (bytes == 2) pack((const uint16_t*)from, n, k, (uint16_t*)to, 0, NR);
   else pack((const float*)from, n, k, (float*)to, 0, NR);
 }
 
 // Shared panels of gate and up, both [n, k]; `to` holds ceil(n / (NR / 2)) * k * NR elements.
-void hw_pack_gate_up(const void* gate, const void* up, int32_t n, int32_t k, void* to, int32_t is_bf16) {
-  if (is_bf16) {
-    pack((const bf16*)gate, n, k, (bf16*)to, 0, W);
-    pack((const bf16*)up, n, k, (bf16*)to, W, W);
+void hw_pack_gate_up(const void* gate, const void* up, int32_t n, int32_t k, void* to, int32_t bytes) {
+  if (bytes == 2) {
+    pack((const uint16_t*)gate, n, k, (uint16_t*)to, 0, W);
+    pack((const uint16_t*)up, n, k, (uint16_t*)to, W, W);
   } else {
     pack((const float*)gate, n, k, (float*)to, 0, W);
     pack((const float*)up, n, k, (float*)to, W, W);
@@ -39,8 +39,10 @@ void hw_pack_gate_up(const void* gate, const void* up, int32_t n, int32_t k, voi
 // 0, or 1 when memory ran out before anything was computed.
 int32_t hw_run(const Model* m, const Step* s) {
   try {
-    if (m->is_bf16) run<bf16>(*m, *s);
-    else run<float>(*m, *s);
+    if (m->cache == BRAIN) run<bf16, bf16>(*m, *s);
+    else if (m->weights == BRAIN) run<bf16, float>(*m, *s);
+    else if (m->weights == HALF) run<f16, float>(*m, *s);
+    else run<float, float>(*m, *s);
   } catch (const std::bad_alloc&) {
     return 1;
   }

@@ -21,13 +21,16 @@ struct Layer {
 };
 
 struct Model {
-  int32_t layers, hidden, heads, kv_heads, width, inner, vocabulary, block_tokens, is_bf16, threads;
+  int32_t layers, hidden, heads, kv_heads, width, inner, vocabulary, block_tokens, threads;
+  int32_t weights, cache;  // an Element each; the cache is not HALF
   float epsilon, scale;
   const Layer* layer;
   const void* head;       // panels
   const void* embedding;  // [vocabulary, hidden]; null: read from the head's panels (tied)
   const float *norm, *cosines, *sines;  // cosines, sines: [positions, width / 2]
 };
+
+enum Element : int32_t { SINGLE, BRAIN, HALF };  // float32, bfloat16, half precision
 
 struct Step {
   int32_t tokens, chunks, samples, pooled;
@@ -139,7 +142,8 @@ struct Placed {  // rows that are written somewhere else
   void put(int64_t row, int column, const float* from, int n) const { to.put(place[row], column, from, n); }
 };
 
-template <class T>
+// T: of weights. C: of keys and values.
+template <class T, class C>
 static void run(const Model& m, const Step& s) {
   const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width, all_width = q_width + 2 * kv_width;
   const int64_t tokens = s.tokens;
@@ -155,19 +159,22 @@ static void run(const Model& m, const Step& s) {
   make_room(team, items, s.chunk, group, cache);
   make_room(team, last, read.chunks.data(), group, cache);
   Shares shares(4 * m.layers + 1, m.threads);
+  const int64_t wide_each = std::max({wide_floats(m.hidden), wide_floats(q_width), wide_floats(m.inner)});
+  std::vector<float> all_wide(sizeof(T) < sizeof(float) ? wide_each * m.threads : 0);
 #pragma omp parallel num_threads(m.threads)
   {
     Scratch& scratch = team[omp_get_thread_num()];
+    float* wide = all_wide.data() + (all_wide.empty() ? 0 : wide_each * omp_get_thread_num());
     int64_t n = tokens;
 #pragma omp for
     for (int64_t t = 0; t < n; t++) embed<T>(m, s.ids[t], x + t * m.hidden);
     for (int l = 0; l < m.layers; l++) {
       const Layer& y = m.layer[l];
-      T *keys = (T*)y.keys, *values = (T*)y.values;
+      C *keys = (C*)y.keys, *values = (C*)y.values;
 #pragma omp for
       for (int64_t t = 0; t < n; t++)
         rms_norm(x + t * m.hidden, y.norm_in, m.epsilon, normed, t);
-      product<T>(shares, 4 * l, normed, (const T*)y.qkv, n, {qkv, all_width, y.qkv_bias, all_width, STORE});
+      product<T>(shares, 4 * l, normed, (const T*)y.qkv, n, {qkv, all_width, y.qkv_bias, all_width, STORE}, wide);
 #pragma omp for
       for (int64_t t = 0; t < n; t++) {
         float* row = qkv + t * all_width;
@@ -179,13 +186,13 @@ static void run(const Model& m, const Step& s) {
           if (norm) rms_norm(head, norm, m.epsilon, m.width, head);
           rotate(head, c, z, m.width / 2);
         }
-        write_token<T>(row + q_width, row + q_width + kv_width, keys, values, s.slots[t], cache);
+        write_token<C>(row + q_width, row + q_width + kv_width, keys, values, s.slots[t], cache);
       }
       if (l < m.layers - 1) {
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < items.size(); i++) {
           const Chunk& chunk = s.chunk[items[i].chunk];
-          attend<T>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
+          attend<C>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
                     attended, scratch);
         }
       } else {
@@ -197,16 +204,16 @@ static void run(const Model& m, const Step& s) {
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < last.size(); i++) {
           const Chunk& chunk = read.chunks[last[i].chunk];
-          attend<T>(last[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values, out,
+          attend<C>(last[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values, out,
                     scratch);
         }
       }
-      product<T>(shares, 4 * l + 1, attended, (const T*)y.o, n, {x, m.hidden, y.o_bias, m.hidden, ADD});
+      product<T>(shares, 4 * l + 1, attended, (const T*)y.o, n, {x, m.hidden, y.o_bias, m.hidden, ADD}, wide);
 #pragma omp for
       for (int64_t t = 0; t < n; t++)
         rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, normed, t);
-      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n, {inner.at, m.inner, nullptr, m.inner, GATE});
-      product<T>(shares, 4 * l + 3, inner, (const T*)y.down, n, {x, m.hidden, nullptr, m.hidden, ADD});
+      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n, {inner.at, m.inner, nullptr, m.inner, GATE}, wide);
+      product<T>(shares, 4 * l + 3, inner, (const T*)y.down, n, {x, m.hidden, nullptr, m.hidden, ADD}, wide);
     }
 #pragma omp for
     for (int i = 0; i < s.pooled; i++)
@@ -215,6 +222,6 @@ static void run(const Model& m, const Step& s) {
     for (int i = 0; i < s.samples; i++)
       rms_norm(x + (int64_t)read.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);
     product<T>(shares, 4 * m.layers, normed, (const T*)m.head, s.samples,
-               {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE});
+               {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE}, wide);
   }
 }

@@ -1,11 +1,14 @@
 """The runner for Llama-shaped models on a CPU: one call into the kernels is one step.
 
 Takes the weights of the transformers module over, packed for the kernels, and empties the module, so that
-they are in memory once. Rotary tables come from the module itself, so every fixed scaling of it is right
-here too.
+they are in memory once. float32 weights that came from a half-precision file are kept in the file's type when
+that loses not one bit: the kernels widen what they read, and half as much is read. Rotary tables come from
+the module itself, so every fixed scaling of it is right here too.
 """
 
 import ctypes
+import logging
+from collections.abc import Iterator
 from ctypes import POINTER, cast
 from typing import Any
 
@@ -15,10 +18,13 @@ import torch
 from headway_engine.fused import native
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
+from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
 from headway_engine.stepping import StepRunner, logit_rows, plain_logits
+
+log = logging.getLogger(__name__)
 
 
 def why_not_fused(model: LoadedModel) -> str | None:
@@ -40,6 +46,8 @@ class FusedRunner(StepRunner):
         plain = plain_logits(model, capacity)
         self._library = native.declare(library)
         self._kept: list[Any] = []  # what C points to
+        self._stored = narrowest(model)
+        log.info(fields("runner", runner="fused", weights=self._stored, computes=model.dtype))
         self._workspace = torch.empty(0)
         self._logits = torch.empty(0)
         with torch.inference_mode():
@@ -107,7 +115,7 @@ class FusedRunner(StepRunner):
         cosines, sines = base.rotary_emb(torch.zeros(1), position_ids=positions)
         half = first.head_dim // 2
         head = self._panels(module.lm_head.weight)
-        embedding = None if tied else self._keep(base.embed_tokens.weight.detach().contiguous())
+        embedding = None if tied else self._keep(self._narrow(base.embed_tokens.weight))
         c_model = native.CModel(
             layers=len(base.layers),
             hidden=config.hidden_size,
@@ -117,8 +125,9 @@ class FusedRunner(StepRunner):
             inner=config.intermediate_size,
             vocabulary=module.lm_head.weight.shape[0],
             block_tokens=capacity.block_tokens,
-            is_bf16=int(model.dtype is torch.bfloat16),
             threads=threads,
+            weights=native.ELEMENTS[self._stored],
+            cache=native.ELEMENTS[model.dtype],
             epsilon=config.rms_norm_eps,
             scale=first.scaling,
             layer=cast(layers, POINTER(native.CLayer)),
@@ -158,20 +167,23 @@ class FusedRunner(StepRunner):
         """Pack [n, k] for the kernels and keep it; its address."""
         n, k = weight.shape
         columns = self._library.hw_panel_columns()
-        packed = torch.empty(-(-n // columns) * k * columns, dtype=weight.dtype)
-        source = weight.detach().contiguous()
-        is_bf16 = int(weight.dtype is torch.bfloat16)
-        self._library.hw_pack(source.data_ptr(), n, k, packed.data_ptr(), is_bf16)
+        packed = torch.empty(-(-n // columns) * k * columns, dtype=self._stored)
+        source = self._narrow(weight)
+        self._library.hw_pack(source.data_ptr(), n, k, packed.data_ptr(), packed.itemsize)
         return self._keep(packed)
 
     def _gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> int:
         n, k = gate.shape
         columns = self._library.hw_panel_columns()
-        packed = torch.empty(-(-n // (columns // 2)) * k * columns, dtype=gate.dtype)
-        sources = (gate.detach().contiguous(), up.detach().contiguous())
-        is_bf16 = int(gate.dtype is torch.bfloat16)
-        self._library.hw_pack_gate_up(*(s.data_ptr() for s in sources), n, k, packed.data_ptr(), is_bf16)
+        packed = torch.empty(-(-n // (columns // 2)) * k * columns, dtype=self._stored)
+        sources = (self._narrow(gate), self._narrow(up))
+        self._library.hw_pack_gate_up(
+            *(s.data_ptr() for s in sources), n, k, packed.data_ptr(), packed.itemsize
+        )
         return self._keep(packed)
+
+    def _narrow(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().to(self._stored).contiguous()
 
     def _floats(self, tensor: torch.Tensor) -> int:
         return self._keep(tensor.detach().float().contiguous())
@@ -179,6 +191,33 @@ class FusedRunner(StepRunner):
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def narrowest(model: LoadedModel) -> torch.dtype:
+    """The type that holds every matrix of a Llama-shaped model exactly: the model's, or a narrower one."""
+    if model.dtype is not torch.float32:
+        return model.dtype
+    module: Any = model.module
+    for dtype in (torch.bfloat16, torch.float16):  # bfloat16 is the quicker to widen
+        if all(_holds(dtype, matrix) for matrix in _matrices(module)):
+            return dtype
+    return torch.float32
+
+
+def _matrices(module: Any) -> Iterator[torch.Tensor]:
+    for layer in module.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            yield linear.weight
+        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            yield linear.weight
+    yield module.lm_head.weight
+    yield module.model.embed_tokens.weight
+
+
+def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
+    narrow = matrix.detach().to(dtype)
+    return bool(torch.equal(narrow.to(matrix.dtype), matrix) and torch.isfinite(narrow).all())
 
 
 def _empty(*weights: Any) -> None:

@@ -40,7 +40,7 @@ class CLayer(ctypes.Structure):
 class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "width", "inner")),
-        *((name, c_int32) for name in ("vocabulary", "block_tokens", "is_bf16", "threads")),
+        *((name, c_int32) for name in ("vocabulary", "block_tokens", "threads", "weights", "cache")),
         ("epsilon", c_float),
         ("scale", c_float),
         ("layer", POINTER(CLayer)),
@@ -55,6 +55,9 @@ class CStep(ctypes.Structure):
         *((name, c_void_p) for name in ("pooled_rows", "logits", "states", "workspace")),
     )
 
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""C's Element."""
 
 WISH = np.dtype(
     [("uniform", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("warmth", "f4"), ("top_k", "i4")], align=True

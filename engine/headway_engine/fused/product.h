@@ -1,6 +1,7 @@
 // Products of rows with a packed matrix.
 //
-// Weights lie in panels of NR output columns: panel[k][NR], float32 or bfloat16 (widened while they are read).
+// Weights lie in panels of NR output columns: panel[k][NR], float32, bfloat16 or half precision. Narrow ones are widened
+// while the first tile reads them, and kept wide for the tiles that follow.
 // Gate and up projections share panels, W columns each. What a product reads lies in tiles of MR rows, see Tiles.
 // Knows nothing of layers.
 #pragma once
@@ -24,6 +25,7 @@ constexpr int MR = 4;
 constexpr int NR = 2 * W;
 constexpr int AHEAD = 24;                 // how many rows of a panel are fetched before their turn
 constexpr int FETCHING = 8;               // tiles that fetch the next panel, at most: more would only fetch lines twice
+constexpr int64_t WIDE_BYTES = 512 << 10;   // of a panel that is kept wide, at most: it shares the second cache
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // tiles that meet one panel after another: they stay in the second cache
 
 enum Mode { STORE, ADD, GATE };
@@ -92,9 +94,10 @@ struct Ahead {  // of another panel, what a tile fetches from memory while it co
   int step;
 };
 
-// LINES: how many cache lines to fetch ahead for each row of the panel.
-template <int M, int LINES, class T>
-static void tile(const float* a, const T* panel, int k, const Out& o, int row, int number, const Ahead& ahead) {
+// LINES: how many cache lines to fetch ahead for each row of the panel. KEEP: write the panel to `wide`, too.
+template <int M, int LINES, class T, bool KEEP = false>
+static void tile(const float* a, const T* panel, int k, const Out& o, int row, int number, const Ahead& ahead,
+                 float* wide = nullptr) {
   vf acc[M][2];
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
   const char* next = ahead.from;
@@ -102,6 +105,11 @@ static void tile(const float* a, const T* panel, int k, const Out& o, int row, i
     const int n = std::min(W, k - first);
     for (int i = 0; i < n; i++, panel += NR, next += ahead.step) {
       vf b0 = load(panel), b1 = load(panel + W);
+      if constexpr (KEEP) {
+        store(wide, b0);
+        store(wide + W, b1);
+        wide += NR;
+      }
       __builtin_prefetch(panel + AHEAD * NR);
       __builtin_prefetch(panel + AHEAD * NR + W);
 #pragma GCC unroll 2
@@ -125,6 +133,17 @@ static inline void some_rows(int m, const float* a, const T* panel, int k, const
     else some_rows<M - 1, LINES, T>(m, a, panel, k, o, row, number, ahead);
   }
 }
+
+template <class T>
+static void tile_of_rows(int m, int lines, const float* a, const T* panel, int k, const Out& o, int row, int number,
+                         const Ahead& ahead) {
+  if (lines == 2) some_rows<MR, 2, T>(m, a, panel, k, o, row, number, ahead);
+  else if (lines == 1) some_rows<MR, 1, T>(m, a, panel, k, o, row, number, ahead);
+  else some_rows<MR, 0, T>(m, a, panel, k, o, row, number, ahead);
+}
+
+// Floats that a thread needs for a product of narrow weights with so many columns of what it reads.
+static int64_t wide_floats(int64_t k) { return k * NR * (int64_t)sizeof(float) <= WIDE_BYTES ? k * NR : 0; }
 
 // Who of a team does which part of a product: each thread has a share of its own, in order, and takes from others'
 // when its own is done, since the machine may have kept another thread from working. For a number of products.
@@ -153,12 +172,13 @@ class Shares {
 };
 
 // out[rows, columns] (mode)= a[rows, k] x panels. Called by every thread of a team; ends in a barrier. `number` is
-// that of the product in `shares`.
+// that of the product in `shares`; `wide` has wide_floats(k) of the thread's own.
 //
 // Memory is as slow as a tile's arithmetic or slower, so both must go on at once: the tiles of one panel fetch the
 // panel that this thread takes next if all goes as usual. A wrong guess costs a little, and no answer.
 template <class T>
-static void product(Shares& shares, int number, const Tiles& a, const T* weights, int rows, const Out& o) {
+static void product(Shares& shares, int number, const Tiles& a, const T* weights, int rows, const Out& o,
+                    float* wide) {
   const int k = a.columns, width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
   const int64_t size = (int64_t)k * NR;
   const int tiles = (rows + MR - 1) / MR, most = std::max<int64_t>(1, BLOCK_BYTES / (a.width(k) * MR * sizeof(float)));
@@ -169,11 +189,12 @@ static void product(Shares& shares, int number, const Tiles& a, const T* weights
     const int fetching = std::min(end - i, FETCHING), step = ((int)(NR * sizeof(T)) + fetching - 1) / fetching;
     const T* panel = weights + p * size;
     Ahead ahead = {(const char*)(weights + (after ? (p + 1) % panels : p) * size), step};
+    const bool keep = sizeof(T) < sizeof(float) && end - i > 1 && wide_floats(k);
     for (int n = 0; i < end; i++, n++, ahead.from += (int64_t)k * step) {
-      const int row = i * MR, m = std::min(MR, rows - row);
-      if (step > LINE) some_rows<MR, 2, T>(m, a.tile(i), panel, k, o, row, p, ahead);
-      else if (n < fetching) some_rows<MR, 1, T>(m, a.tile(i), panel, k, o, row, p, ahead);
-      else some_rows<MR, 0, T>(m, a.tile(i), panel, k, o, row, p, ahead);
+      const int row = i * MR, m = std::min(MR, rows - row), lines = step > LINE ? 2 : n < fetching ? 1 : 0;
+      if (keep && n == 0) tile<MR, 1, T, true>(a.tile(i), panel, k, o, row, p, ahead, wide);
+      else if (keep) tile_of_rows<float>(m, lines, a.tile(i), wide, k, o, row, p, ahead);
+      else tile_of_rows<T>(m, lines, a.tile(i), panel, k, o, row, p, ahead);
     }
   });
 #pragma omp barrier

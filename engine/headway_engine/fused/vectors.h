@@ -1,6 +1,6 @@
 // Vectors of W floats through the compiler's vector extension, one width per instruction set.
 //
-// Also bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices and models.
+// Also half precision and bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices and models.
 #pragma once
 
 #if defined(__AVX2__)
@@ -25,9 +25,23 @@ typedef int32_t vi __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(W * 2), aligned(2), may_alias));
 typedef uint16_t bf16;
+struct f16 {  // half precision, finite
+  uint16_t bits;
+};
 
 static inline vf load(const float* p) { return *(const vf*)p; }
 static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vh*)p, vu) << 16); }
+static inline vf load(const f16* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  vu u = __builtin_convertvector(*(const vh*)p, vu);
+  vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias, right for small values too
+  return (vf)((vu)size | (u & 0x8000) << 16);
+#endif
+}
 static inline void store(float* p, vf v) { *(vf*)p = v; }
 static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, so that could not be folded
 
@@ -55,6 +69,12 @@ static inline float widen(bf16 x) {
   float f;
   memcpy(&f, &u, 4);
   return f;
+}
+static inline float widen(f16 x) {
+  uint32_t u = (uint32_t)(x.bits & 0x7fff) << 13;
+  float f;
+  memcpy(&f, &u, 4);
+  return x.bits & 0x8000 ? -(f * 0x1p112f) : f * 0x1p112f;
 }
 static inline void narrow(float x, float* to) { *to = x; }
 static inline void narrow(float x, bf16* to) {  // to nearest, ties to even; NaN stays NaN
