@@ -20,10 +20,12 @@ from headway_cli.errors import EXIT_OK, UserError
 from headway_cli.replay import add_trace_arguments, chosen_arrivals
 from headway_cli.simulation import Setup, simulate
 from headway_cli.step_costs import Known
+from headway_cli.table import clock
 from headway_cli.traces import Arrival
 from headway_engine.protocol import Capacity, InvalidLimits
 from headway_operator.resource import Batching, Resource, TuningMode, parse
 
+PROGRESS_EVERY_S = 10.0
 RATE_DURATION_S = 600.0
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 128
@@ -141,13 +143,28 @@ def _tried(args: argparse.Namespace, setup: Setup, arrivals: Sequence[Arrival]) 
     found: list[Figures] = []
     for replicas in counts:
         try:
-            outcome = simulate(dataclasses.replace(setup, replicas=replicas), arrivals)
+            progress = _Progress(replicas, arrivals[-1].at_s)
+            outcome = simulate(dataclasses.replace(setup, replicas=replicas), arrivals, progress.tell)
         except InvalidLimits as e:
             raise UserError(f"{args.file}: the limits do not fit the engine's capacity: {e}") from e
         found.append(figures(outcome, price_per_hour=args.price))
         if found[-1].meets:
             break
     return found
+
+
+class _Progress:
+    """A line on standard error now and then, for simulations that take a while."""
+
+    def __init__(self, replicas: int, end_s: float) -> None:
+        self._of = f"{clock(end_s)} on {replicas} replica{'s' if replicas > 1 else ''}"
+        self._told_s = time.perf_counter()
+
+    def tell(self, now_s: float) -> None:
+        """The virtual time that is reached."""
+        if time.perf_counter() - self._told_s >= PROGRESS_EVERY_S:
+            self._told_s = time.perf_counter()
+            print(f"    {clock(now_s)} of {self._of}", file=sys.stderr)
 
 
 def _resource(args: argparse.Namespace, document: Manifest) -> Resource:

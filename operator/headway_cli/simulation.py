@@ -60,8 +60,13 @@ class Outcome:
     limits: Limits  # in force at the end
 
 
-def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Outcome:
-    """All arrivals, served to the last token. They are in time order, the first at or after 0 s."""
+def simulate(
+    setup: Setup, arrivals: Sequence[Arrival], on_tick: Callable[[float], None] | None = None
+) -> Outcome:
+    """All arrivals, served to the last token. They are in time order, the first at or after 0 s.
+
+    `on_tick` is told the virtual time of each look of the controller, and may raise to end it all.
+    """
     resource = setup.resource
     slo, tuning = resource.slo, resource.tuning
     engines = [
@@ -101,6 +106,8 @@ def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Outcome:
         for engine in engines:
             engine.set_limits(msgspec.structs.replace(decision.limits, generation=0))
         ticks.append(Tick(now_s, in_force, decision))
+        if on_tick is not None:
+            on_tick(now_s)
     return _outcome(setup, engines, ticks)
 
 
