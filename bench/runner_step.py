@@ -3,8 +3,8 @@
     python bench/runner_step.py [--model URI] [--dtype float32] [--threads 2] [--rounds 9]
 
 Each case is measured in turn for every runner, round by round, so that a slow minute of the machine hits all
-alike; the table gives medians. The limit is bytes of weights, keys and values over the read bandwidth
-measured at the start. Run it on a quiet machine; the load average is printed.
+alike; the table gives medians. The limit is bytes of weights (as the fused path stores them), keys and values
+over the read bandwidth measured at the start. Run it on a quiet machine; the load average is printed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from machine import cpu_words
 from workload import MODEL
 
 from headway_engine.fused import build
-from headway_engine.fused.llama import FusedRunner
+from headway_engine.fused.llama import FusedRunner, narrowest
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.runner import Runner, TransformersRunner, usable_cores
@@ -114,7 +114,8 @@ def main() -> None:
         load(source, dtype=a.dtype, device="cpu", max_model_len=640, progress=lambda _: None)
         for _ in range(3)
     ]
-    config, weight_bytes = loaded[0].config, loaded[0].weight_bytes
+    config, stored = loaded[0].config, narrowest(loaded[0])
+    weight_bytes = loaded[0].weight_bytes * stored.itemsize // loaded[0].dtype.itemsize
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * loaded[0].dtype.itemsize
     gb_per_s = read_gb_per_s()
@@ -132,7 +133,9 @@ def main() -> None:
                 if number:  # the first round warms up
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
     print(f"{cpu_words()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
-    print(f"{loaded[0].description}, {a.dtype}, read {gb_per_s:.1f} GB/s; ms, median (minimum) of {a.rounds}")
+    print(
+        f"{loaded[0].description}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s; ms, median (minimum) of {a.rounds}"
+    )
     print("| step | " + " | ".join(sides) + " | memory limit | share of it |")
     print("|---" * (len(sides) + 3) + "|")
     for name, step in timed.items():
