@@ -134,7 +134,8 @@ def main() -> None:
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
     print(f"{cpu_words()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
     print(
-        f"{loaded[0].description}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s; ms, median (minimum) of {a.rounds}"
+        f"{loaded[0].description}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s; "
+        f"ms, median (minimum) of {a.rounds}"
     )
     print("| step | " + " | ".join(sides) + " | memory limit | share of it |")
     print("|---" * (len(sides) + 3) + "|")
