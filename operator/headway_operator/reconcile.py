@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from headway_engine.logs import fields
 from headway_engine.protocol import Capacity
-from headway_operator import manifests, status
+from headway_operator import freshness, manifests, status
 from headway_operator.cluster import Cluster, ClusterError, Forbidden, Gone, Manifest, Refused
 from headway_operator.fleet import Fleet, FleetError, PodRef, Unreachable
 from headway_operator.invalid import invalid_status
@@ -336,7 +336,7 @@ class Reconciler:
             before,
             self._now(),
         )
-        if status.differs(before, after) or self._figures_due(known, before, after):
+        if freshness.differs(before, after) or self._figures_due(known, before, after):
             await self._write_status(body, after)
             known.busy, known.written_s = False, self._clock.monotonic_s()
         news = transitions(before, after)
@@ -346,11 +346,15 @@ class Reconciler:
         await self._tell(body, known, news)
 
     def _figures_due(self, known: Known, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
-        """Figures are written at most once a minute, and only while there is traffic to tell of."""
+        """Figures are written while there is traffic to tell of: once a minute at most, where they moved by
+        more than chance or have stood long enough.
+        """
         if known.written_s is None:
             known.written_s = self._clock.monotonic_s()
         waited_s = self._clock.monotonic_s() - known.written_s
-        return known.busy and waited_s >= status.FIGURES_EVERY_S and before != after
+        if not known.busy or before is None or before == after or waited_s < freshness.FIGURES_EVERY_S:
+            return False
+        return waited_s >= freshness.REFRESH_S or freshness.figures_differ(before, after)
 
     async def _write_status(self, body: Manifest, after: Mapping[str, Any]) -> None:
         metadata = body["metadata"]
@@ -387,7 +391,7 @@ class Reconciler:
     async def _report_invalid(self, body: Manifest, known: Known, error: InvalidSpec) -> None:
         before = body.get("status") or None
         after = invalid_status(body, error, self._now())
-        if status.differs(before, after):
+        if freshness.differs(before, after):
             await self._write_status(body, after)
             await self._tell(body, known, transitions(before, after))
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headway_engine.protocol import Limits
-from headway_operator.conditions import FIGURE_CONDITIONS, Facts, Problem, conditions, stamp, wanted
+from headway_operator.conditions import Facts, Problem, conditions, stamp, wanted
 from headway_operator.engines import Parameter, engine
 from headway_operator.manifests import selector
 from headway_operator.metrics import Sample
@@ -19,10 +19,8 @@ from headway_operator.tuner.controller import Change, Decision, Verdict
 from headway_operator.tuner.evidence import Evidence, TargetEvidence
 from headway_operator.tuner.memory import Feasibility, to_status
 
-__all__ = ["FIGURES_EVERY_S", "Facts", "Problem", "build", "differs"]
+__all__ = ["Facts", "Problem", "build"]
 
-FIGURES_EVERY_S = 60
-"""Figures alone are written at most this often."""
 HISTORY = 20
 SENTENCE = 1024
 
@@ -52,34 +50,6 @@ def build(facts: Facts, previous_status: Mapping[str, Any] | None, now: datetime
         "tuning": _tuning(facts, before),
     }
     return {name: value for name, value in status.items() if value not in (None, "", {})}
-
-
-def differs(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> bool:
-    """Whether `new` must be written at once: figures alone may wait for `FIGURES_EVERY_S`."""
-    return old is None or _without_figures(old) != _without_figures(new)
-
-
-def _without_figures(status: Mapping[str, Any]) -> Json:
-    """The part of a status that is news when it changes."""
-    kept = {k: v for k, v in status.items() if k not in ("throughput", "capacity", "feasibility", "slo")}
-    kept["conditions"] = [
-        {k: v for k, v in c.items() if k != "message" or c["type"] not in FIGURE_CONDITIONS}
-        for c in status.get("conditions") or []
-    ]
-    kept["parameters"] = [
-        {k: v for k, v in p.items() if k != "reason"} for p in status.get("parameters") or []
-    ]
-    kept["slo"] = {
-        name: {k: part.get(k) for k in ("targetMilliseconds", "percentile")}
-        for name, part in (status.get("slo") or {}).items()
-        if isinstance(part, Mapping)
-        if "targetMilliseconds" in part
-    }
-    tuning = status.get("tuning") or {}
-    kept["tuning"] = {k: tuning.get(k) for k in ("generation", "lastChangeTime", "history")}
-    recommendation = status.get("recommendation") or {}
-    kept["recommendation"] = recommendation.get("changes")
-    return kept
 
 
 def _samples(facts: Facts) -> list[Sample]:

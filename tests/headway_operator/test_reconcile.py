@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from random import Random
 from typing import Any
 
 import msgspec
@@ -584,6 +585,59 @@ async def test_figures_are_written_at_most_once_a_minute_and_only_under_traffic(
     writes = world.cluster.writes[before:]
     assert {call.verb for call in writes} <= {"apply_status", "post_event", "apply"}
     assert len([call for call in writes if call.verb == "apply_status"]) <= 14
+
+
+def status_writes(world: World) -> int:
+    return sum(call.verb == "apply_status" for call in world.cluster.writes)
+
+
+@pytest.mark.parametrize("per_minute", [1, 3, 4, 5])
+async def test_an_hour_of_sparse_traffic_is_told_in_a_few_writes(world: World, per_minute: int) -> None:
+    """Single requests, some of them around the count from which targets can be judged.
+
+    Attainment is all or nothing and rates differ by factors from look to look; none of it is news. Figures
+    are refreshed every five minutes.
+    """
+    await world.settle()
+    engine, chance = world.fleet[world.pods[0]], Random(per_minute)
+    before = status_writes(world)
+    for _ in range(360):
+        engine.serve(sum(chance.random() < per_minute / 6 / 10 for _ in range(10)))
+        await world.tick()
+    assert 10 <= status_writes(world) - before <= 24
+
+
+async def test_a_real_change_in_sparse_traffic_is_written_in_the_same_tick(world: World) -> None:
+    """A pod that is lost, an edit, a replica: whatever was written a moment ago."""
+    await world.settle()
+    engine = world.fleet[world.pods[0]]
+    for _ in range(30):
+        engine.serve(1)
+        await world.tick()
+    before = status_writes(world)
+    engine.refuses = True
+    world.edit({"batching": {"maxBatchTokens": 777}})
+    await world.change()
+    assert status_writes(world) == before + 1
+    assert world.condition("ParametersDrifted")["status"] == "True"
+    engine.refuses = False
+    await world.tick()
+    assert status_writes(world) == before + 2
+    assert world.condition("ParametersDrifted")["status"] == "False"
+
+
+async def test_traffic_that_grows_tenfold_is_told_within_a_minute(world: World) -> None:
+    """Figures that moved by more than chance do not wait for the refresh."""
+    await world.settle()
+    engine = world.fleet[world.pods[0]]
+    for _ in range(40):
+        engine.serve(60)
+        await world.tick()
+    before = world.status["throughput"]["requestsPerMinute"]
+    for _ in range(7):
+        engine.serve(600)
+        await world.tick()
+    assert world.status["throughput"]["requestsPerMinute"] > 5 * before
 
 
 async def test_what_the_controller_does_is_reported(world: World) -> None:

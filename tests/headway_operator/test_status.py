@@ -11,9 +11,10 @@ import yaml
 
 from headway_engine.protocol import Limits, Metric
 from headway_operator.fleet import PodRef, Unreachable
+from headway_operator.freshness import differs
 from headway_operator.metrics import Sample
 from headway_operator.resource import Resource, parse
-from headway_operator.status import Facts, Problem, build, differs
+from headway_operator.status import Facts, Problem, build
 from headway_operator.tuner.controller import Change, Decision, State, Verdict
 from headway_operator.tuner.evidence import Evidence, TargetEvidence
 from headway_operator.tuner.memory import Feasibility, Memory, from_status

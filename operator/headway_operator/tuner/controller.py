@@ -17,13 +17,13 @@ from headway_operator.tuner.evidence import gather
 from headway_operator.tuner.explain import explain, standing
 from headway_operator.tuner.feasibility import assess, settle
 from headway_operator.tuner.learn import (
-    ENOUGH_TRAFFIC,
     Interval,
     is_sparse,
     judged,
     knows_steps,
     learn,
     requests_in_window,
+    traffic_needed,
 )
 from headway_operator.tuner.memory import Feasibility, Memory, Trial
 from headway_operator.tuner.quantiles import Judgement
@@ -227,9 +227,10 @@ def _reason_to_hold(memory: Memory, observation: Observation | None) -> tuple[St
         per_5_min = requests_in_window(memory)
         if per_5_min < 0.5:
             return State.INSUFFICIENT_TRAFFIC, "no traffic: limits stay"
+        needed = traffic_needed(memory)
         return (
             State.INSUFFICIENT_TRAFFIC,
-            f"{per_5_min:.0f} requests in five minutes are too few to judge by ({ENOUGH_TRAFFIC} needed): "
+            f"{per_5_min:.0f} requests in five minutes are too few to judge by ({needed} needed): "
             "limits stay",
         )
     if not knows_steps(memory):

@@ -34,6 +34,8 @@ WINDOW_ENOUGH = 100
 WINDOW_PARTS = 12
 ENOUGH_TRAFFIC = 20
 """Requests in five minutes below which feedback from requests is frozen."""
+ENOUGH_AGAIN = round(ENOUGH_TRAFFIC + 2 * ENOUGH_TRAFFIC**0.5)
+"""And from which it goes on: further up than chance alone carries a count of that size."""
 
 KAPPA_MAX = 1.3
 KAPPA_MAX_VIOLATED = 2.0
@@ -83,6 +85,7 @@ def learn(
     memory = _learn_overhead(memory, seen)
     memory = _count(memory, seen, slo, now_s)
     memory = replace(memory, seen_at_s=now_s, missed=0)
+    memory = replace(memory, sparse=is_sparse(memory), knows_steps=knows_steps(memory))
     if settled and not is_sparse(memory):
         memory = _correct_step(memory, seen, slo, current, interval)
         memory = _correct_queue(memory, seen, slo, interval)
@@ -91,7 +94,12 @@ def learn(
 
 def is_sparse(memory: Memory) -> bool:
     """Too few requests in the last five minutes for their latencies to say anything."""
-    return requests_in_window(memory) < ENOUGH_TRAFFIC
+    return requests_in_window(memory) < traffic_needed(memory)
+
+
+def traffic_needed(memory: Memory) -> int:
+    """Requests in five minutes that are enough: more where they were too few before."""
+    return ENOUGH_AGAIN if memory.sparse else ENOUGH_TRAFFIC
 
 
 def requests_in_window(memory: Memory) -> float:
@@ -103,8 +111,10 @@ def requests_in_window(memory: Memory) -> float:
 def knows_steps(memory: Memory) -> bool:
     """Whether the model has seen enough prefilling to be asked what a prompt token costs."""
     s = memory.sums
+    # What was known is not unknown because some of it was forgotten since.
+    least = 0.5 if memory.knows_steps else 1.0
     # (sum P)^2 / sum P^2 is the number of equal prefill steps that would weigh the same.
-    return memory.cost is not None and s.n >= 20 and s.pp > 0 and s.p * s.p / s.pp >= 3
+    return memory.cost is not None and s.n >= 20 * least and s.pp > 0 and s.p * s.p / s.pp >= 3 * least
 
 
 def judged(

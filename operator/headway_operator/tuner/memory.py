@@ -111,6 +111,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     seen_at_s: float = 0.0  # when something was last observed
     missed: int = 0  # ticks in a row without any scrape
     traffic: tuple[Traffic, ...] = ()  # of the last five minutes
+    sparse: bool = False  # the last look found too few requests
+    knows_steps: bool = False  # and steps enough to ask the model
     forget_fast: int = 0  # intervals still to learn faster in
     feasibility: Feasibility = Feasibility.UNKNOWN
     suspected: Feasibility = Feasibility.UNKNOWN
