@@ -55,9 +55,10 @@ static void rms_norm(const float* x, const float* weight, float epsilon, int n, 
 
 static void rms_norm(const float* x, const float* weight, float epsilon, const Tiles& to, int64_t row) {
   const float scale = rms_scale(x, epsilon, to.columns);
+  float* part = to.row(row);
   int i = 0;
-  for (; i + W <= to.columns; i += W) store(to.part(row, i), load(weight + i) * (load(x + i) * scale));
-  for (; i < to.columns; i++) *to.part(row, i) = weight[i] * (x[i] * scale);
+  for (; i + W <= to.columns; i += W, part += to.step()) store(part, load(weight + i) * (load(x + i) * scale));
+  for (; i < to.columns; i++) part[i % W] = weight[i] * (x[i] * scale);
 }
 
 static void rotate(float* x, const float* cosines, const float* sines, int half) {
@@ -100,10 +101,10 @@ struct Places {  // of a step's activations, all in one workspace
       return at;
     };
     x = take(tokens * m.hidden);
-    normed = {take(Tiles::floats(tokens, m.hidden)), m.hidden};
+    normed = Tiles{take(Tiles::floats(tokens, m.hidden)), m.hidden, 1}.of(tokens);
     qkv = take(tokens * (q_width + 2 * kv_width));
-    attended = {take(Tiles::floats(tokens, q_width)), q_width};
-    inner = {take(Tiles::floats(tokens, m.inner)), m.inner};
+    attended = Tiles{take(Tiles::floats(tokens, q_width)), q_width, 1}.of(tokens);
+    inner = Tiles{take(Tiles::floats(tokens, m.inner)), m.inner, 1}.of(tokens);
   }
 };
 
@@ -149,7 +150,6 @@ static void run(const Model& m, const Step& s) {
   const int64_t tokens = s.tokens;
   const Places places(m, tokens, s.workspace);
   float *x = places.x, *qkv = places.qkv;
-  const Tiles &normed = places.normed, &attended = places.attended, &inner = places.inner;
   const Cache cache = {m.kv_heads, m.block_tokens, m.width, m.width};
   const int group = m.heads / m.kv_heads;
   const Read read(s);
@@ -165,6 +165,7 @@ static void run(const Model& m, const Step& s) {
   {
     Scratch& scratch = team[omp_get_thread_num()];
     float* wide = all_wide.data() + (all_wide.empty() ? 0 : wide_each * omp_get_thread_num());
+    Tiles normed = places.normed, attended = places.attended, inner = places.inner;
     int64_t n = tokens;
 #pragma omp for
     for (int64_t t = 0; t < n; t++) embed<T>(m, s.ids[t], x + t * m.hidden);
@@ -196,8 +197,9 @@ static void run(const Model& m, const Step& s) {
                     attended, scratch);
         }
       } else {
-        const Placed out = {attended, read.place.data()};
         n = (int64_t)read.rows.size();
+        normed = normed.of(n), attended = attended.of(n), inner = inner.of(n);
+        const Placed out = {attended, read.place.data()};
 #pragma omp single
         for (int64_t t = 0; t < n; t++)  // in order, so that no row is overwritten before it is read
           if (read.rows[t] != t) std::copy_n(x + read.rows[t] * (int64_t)m.hidden, m.hidden, x + t * m.hidden);
@@ -212,12 +214,14 @@ static void run(const Model& m, const Step& s) {
 #pragma omp for
       for (int64_t t = 0; t < n; t++)
         rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, normed, t);
-      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n, {inner.at, m.inner, nullptr, m.inner, GATE}, wide);
+      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n,
+                 {inner.at, inner.height, nullptr, m.inner, GATE}, wide);
       product<T>(shares, 4 * l + 3, inner, (const T*)y.down, n, {x, m.hidden, nullptr, m.hidden, ADD}, wide);
     }
 #pragma omp for
     for (int i = 0; i < s.pooled; i++)
       rms_norm(x + (int64_t)read.pooled[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
+    normed = normed.of(s.samples);
 #pragma omp for
     for (int i = 0; i < s.samples; i++)
       rms_norm(x + (int64_t)read.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);

@@ -1,8 +1,8 @@
 // Products of rows with a packed matrix.
 //
-// Weights lie in panels of NR output columns: panel[k][NR], float32, bfloat16 or half precision. Narrow ones are widened
-// while the first tile reads them, and kept wide for the tiles that follow.
-// Gate and up projections share panels, W columns each. What a product reads lies in tiles of MR rows, see Tiles.
+// Weights lie in panels of NR output columns: panel[k][NR], float32, bfloat16 or half precision. Narrow ones are
+// widened while the first tile reads them, and kept wide for the tiles that follow.
+// Gate and up projections share panels, W columns each. What a product reads lies in tiles of rows, see Tiles.
 // Knows nothing of layers.
 #pragma once
 
@@ -30,30 +30,36 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;  // tiles that meet one panel after a
 
 enum Mode { STORE, ADD, GATE };
 
-// A matrix in tiles of MR rows: tile[column / W][MR][W]. A tile is read from front to back, and all its rows are a
-// constant away from one address. The last tile has room for MR rows whatever it holds.
+// A matrix in tiles of `height` rows, MR at most: tile[column / W][height][W]. A tile is read from front to back, and
+// all its rows are a constant away from one address. The last tile has room for all rows whatever it holds.
 struct Tiles {
   float* at;
-  int columns;
+  int columns, height;
 
   static int64_t width(int64_t columns) { return (columns + W - 1) / W * W; }
+  // Room for any number of rows up to `rows`.
   static int64_t floats(int64_t rows, int64_t columns) { return (rows + MR - 1) / MR * MR * width(columns); }
-  float* tile(int64_t number) const { return at + number * MR * width(columns); }
-  // Where a row's columns are, from `column` to the next multiple of W.
-  float* part(int64_t row, int column) const {
-    return tile(row / MR) + (int64_t)(column / W) * MR * W + row % MR * W + column % W;
+  // The same memory for so many rows, in tiles of nearly one height: a low last tile would wait for its own sums.
+  Tiles of(int64_t rows) const {
+    const int64_t tiles = std::max<int64_t>(1, (rows + MR - 1) / MR);
+    return {at, columns, (int)std::max<int64_t>(1, (rows + tiles - 1) / tiles)};
   }
-  void put(int64_t row, int column, const float* from, int n) const {
+  float* tile(int64_t number) const { return at + number * height * width(columns); }
+  int64_t step() const { return (int64_t)height * W; }  // from a row's W columns to its next ones
+  float* row(int64_t number) const { return tile(number / height) + number % height * W; }
+  void put(int64_t number, int column, const float* from, int n) const {
+    float* to = row(number);
     for (int i = 0; i < n;) {
-      int some = std::min(n - i, W - (column + i) % W);
-      if (some == W) store(part(row, column + i), load(from + i));
-      else std::copy_n(from + i, some, part(row, column + i));
+      const int first = (column + i) % W, some = std::min(n - i, W - first);
+      float* part = to + (column + i) / W * step() + first;
+      if (some == W) store(part, load(from + i));
+      else std::copy_n(from + i, some, part);
       i += some;
     }
   }
 };
 
-struct Out {  // rows of `stride` floats, or with GATE tiles
+struct Out {  // rows of `stride` floats, or with GATE tiles of `stride` rows
   float* to;
   int64_t stride;
   const float* bias;
@@ -64,7 +70,8 @@ struct Out {  // rows of `stride` floats, or with GATE tiles
 template <int M>
 static inline void finish(const vf (&acc)[M][2], const Out& o, int row, int panel) {
   if (o.mode == GATE) {
-    float* to = Tiles{o.to, o.columns}.part(row, panel * W);
+    const Tiles tiles = {o.to, o.columns, (int)o.stride};
+    float* to = tiles.row(row) + panel * tiles.step();
     for (int m = 0; m < M; m++) store(to + m * W, acc[m][0] / (1.0f + exp_(-acc[m][0])) * acc[m][1]);
     return;
   }
@@ -96,12 +103,12 @@ struct Ahead {  // of another panel, what a tile fetches from memory while it co
 
 // LINES: how many cache lines to fetch ahead for each row of the panel. KEEP: write the panel to `wide`, too.
 template <int M, int LINES, class T, bool KEEP = false>
-static void tile(const float* a, const T* panel, int k, const Out& o, int row, int number, const Ahead& ahead,
-                 float* wide = nullptr) {
+static void tile(const float* a, int64_t step, const T* panel, int k, const Out& o, int row, int number,
+                 const Ahead& ahead, float* wide) {
   vf acc[M][2];
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = vf{};
   const char* next = ahead.from;
-  for (int first = 0; first < k; first += W, a += MR * W) {
+  for (int first = 0; first < k; first += W, a += step) {
     const int n = std::min(W, k - first);
     for (int i = 0; i < n; i++, panel += NR, next += ahead.step) {
       vf b0 = load(panel), b1 = load(panel + W);
@@ -125,21 +132,21 @@ static void tile(const float* a, const T* panel, int k, const Out& o, int row, i
   finish<M>(acc, o, row, number);
 }
 
-template <int M, int LINES, class T>
-static inline void some_rows(int m, const float* a, const T* panel, int k, const Out& o, int row, int number,
-                             const Ahead& ahead) {
+template <int M, int LINES, class T, bool KEEP = false>
+static inline void some_rows(int m, const float* a, int64_t step, const T* panel, int k, const Out& o, int row,
+                             int number, const Ahead& ahead, float* wide = nullptr) {
   if constexpr (M > 0) {
-    if (m == M) tile<M, LINES, T>(a, panel, k, o, row, number, ahead);
-    else some_rows<M - 1, LINES, T>(m, a, panel, k, o, row, number, ahead);
+    if (m == M) tile<M, LINES, T, KEEP>(a, step, panel, k, o, row, number, ahead, wide);
+    else some_rows<M - 1, LINES, T, KEEP>(m, a, step, panel, k, o, row, number, ahead, wide);
   }
 }
 
 template <class T>
-static void tile_of_rows(int m, int lines, const float* a, const T* panel, int k, const Out& o, int row, int number,
-                         const Ahead& ahead) {
-  if (lines == 2) some_rows<MR, 2, T>(m, a, panel, k, o, row, number, ahead);
-  else if (lines == 1) some_rows<MR, 1, T>(m, a, panel, k, o, row, number, ahead);
-  else some_rows<MR, 0, T>(m, a, panel, k, o, row, number, ahead);
+static void tile_of_rows(int m, int lines, const float* a, int64_t step, const T* panel, int k, const Out& o, int row,
+                         int number, const Ahead& ahead) {
+  if (lines == 2) some_rows<MR, 2, T>(m, a, step, panel, k, o, row, number, ahead);
+  else if (lines == 1) some_rows<MR, 1, T>(m, a, step, panel, k, o, row, number, ahead);
+  else some_rows<MR, 0, T>(m, a, step, panel, k, o, row, number, ahead);
 }
 
 // Floats that a thread needs for a product of narrow weights with so many columns of what it reads.
@@ -181,7 +188,8 @@ static void product(Shares& shares, int number, const Tiles& a, const T* weights
                     float* wide) {
   const int k = a.columns, width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
   const int64_t size = (int64_t)k * NR;
-  const int tiles = (rows + MR - 1) / MR, most = std::max<int64_t>(1, BLOCK_BYTES / (a.width(k) * MR * sizeof(float)));
+  const int h = a.height, tiles = (rows + h - 1) / h;
+  const int most = std::max<int64_t>(1, BLOCK_BYTES / (a.width(k) * h * sizeof(float)));
   const int blocks = (tiles + most - 1) / most;
   shares.go(number, blocks * panels, [&](int unit, int after) {
     const int block = unit / panels, p = unit % panels, end = (int64_t)tiles * (block + 1) / blocks;
@@ -191,10 +199,10 @@ static void product(Shares& shares, int number, const Tiles& a, const T* weights
     Ahead ahead = {(const char*)(weights + (after ? (p + 1) % panels : p) * size), step};
     const bool keep = sizeof(T) < sizeof(float) && end - i > 1 && wide_floats(k);
     for (int n = 0; i < end; i++, n++, ahead.from += (int64_t)k * step) {
-      const int row = i * MR, m = std::min(MR, rows - row), lines = step > LINE ? 2 : n < fetching ? 1 : 0;
-      if (keep && n == 0) tile<MR, 1, T, true>(a.tile(i), panel, k, o, row, p, ahead, wide);
-      else if (keep) tile_of_rows<float>(m, lines, a.tile(i), wide, k, o, row, p, ahead);
-      else tile_of_rows<T>(m, lines, a.tile(i), panel, k, o, row, p, ahead);
+      const int row = i * h, m = std::min(h, rows - row), lines = step > LINE ? 2 : n < fetching ? 1 : 0;
+      if (!keep) tile_of_rows<T>(m, lines, a.tile(i), a.step(), panel, k, o, row, p, ahead);
+      else if (n) tile_of_rows<float>(m, lines, a.tile(i), a.step(), wide, k, o, row, p, ahead);
+      else some_rows<MR, 1, T, true>(m, a.tile(i), a.step(), panel, k, o, row, p, ahead, wide);
     }
   });
 #pragma omp barrier

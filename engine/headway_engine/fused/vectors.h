@@ -1,6 +1,7 @@
 // Vectors of W floats through the compiler's vector extension, one width per instruction set.
 //
-// Also half precision and bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices and models.
+// Also half precision and bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices
+// and models.
 #pragma once
 
 #if defined(__AVX2__)
