@@ -21,6 +21,7 @@ from headway_cli.client import Answer, Ending
 from headway_cli.console import make_console, step
 from headway_cli.documents import Manifest, read_resources
 from headway_cli.errors import Failed
+from headway_cli.pairs import Pair, compare
 from headway_cli.probe import Suited
 from headway_cli.report import Record, Report
 from headway_cli.traces import Arrival
@@ -85,6 +86,13 @@ async def _show(session: Session, args: argparse.Namespace) -> None:
     async with session.showing():
         act = await play(session, arrivals, args.minutes * 60, Random(args.seed))
     conclude(session, act, suited)
+    # Last: it edits the resource, and the history that the summary tells from would be of these edits.
+    if pairs := await pair_up(session, act, suited, Random(args.seed)):
+        session.console.print(f"    {paired_words(pairs)}", markup=False)
+    session.console.print(
+        "\n    Next: headway up -f examples/quickstart.yaml, or kubectl apply -f the same file.\n",
+        markup=False,
+    )
 
 
 async def answer(session: Session, question: str) -> None:
@@ -211,6 +219,48 @@ def _tokens(session: Session) -> int:
     return limits.max_batch_tokens if limits else session.machine.resource.batching.max_batch_tokens
 
 
+async def pair_up(session: Session, act: Act, suited: Suited, chance: Random) -> list[Pair]:
+    """The limits at the start and at the end of the traffic, in turns and on an idle engine.
+
+    The columns of the summary are minutes apart, and other programs may have slowed one of them; a pair is
+    seconds apart. Nothing where nothing moved, or the user has seen enough.
+    """
+    machine, tuned = session.machine, session.figures.limits
+    most = machine.resource.batching.capacity_max_batch_tokens
+    if session.stop.is_set() or tuned is None or tuned.max_batch_tokens == act.tokens_before:
+        return []
+    step(session.console, f"Comparing both limits in {probe.PAIRS} pairs, seconds apart")
+    good = {"maxBatchTokens": tuned.max_batch_tokens, "prefillChunkTokens": tuned.prefill_chunk_tokens}
+    bad = {"maxBatchTokens": most, "prefillChunkTokens": most}
+
+    async def switch(to_tuned: bool) -> None:
+        values = good if to_tuned else bad
+
+        def change(spec: Manifest) -> None:
+            spec["tuning"]["mode"] = "Off"
+            spec["batching"] |= values
+
+        machine.edit(change)
+        await machine.until_in_force(lambda limits: limits.max_batch_tokens == values["maxBatchTokens"])
+
+    return await probe.paired(session.endpoint, chance, suited.max_prompt_tokens, switch, session.stop)
+
+
+def paired_words(pairs: Sequence[Pair]) -> str:
+    """What the pairs say; that they say nothing, where they do not agree."""
+    found = compare(pairs)
+    measured = (
+        f"a long prompt stopped a running stream for {table.milliseconds(found.bad_s)} with the bad limits "
+        f"and for {table.milliseconds(found.tuned_s)} with the tuned ones (medians of {found.pairs} pairs; "
+        f"shorter in {found.better} of them)"
+    )
+    if found.is_better:
+        return f"Side by side {measured}: {found.times:.1f} times shorter"
+    if found.is_worse:
+        return f"Side by side {measured}: the tuned limits are the worse ones here"
+    return f"Side by side {measured}. That may be chance: no difference is shown on this machine now"
+
+
 def conclude(session: Session, act: Act, suited: Suited) -> None:
     """Before and after, and every decision with its reason."""
     step(session.console, "Summary")
@@ -236,10 +286,6 @@ def conclude(session: Session, act: Act, suited: Suited) -> None:
             "    Requests left late: this machine was too busy to send them on time. Read with care",
             markup=False,
         )
-    session.console.print(
-        "\n    Next: headway up -f examples/quickstart.yaml, or kubectl apply -f the same file.\n",
-        markup=False,
-    )
 
 
 def slowdown(session: Session, suited: Suited) -> str:
@@ -250,7 +296,8 @@ def slowdown(session: Session, suited: Suited) -> str:
         return ""
     return (
         f"A prompt token took {times:.1f} times as long in the end as when this machine was measured: other "
-        "programs use it. The targets were chosen for the faster one, so the two columns below do not compare"
+        "programs use it. The targets were chosen for the faster one, so the two columns below do not compare; "
+        "what is measured side by side at the end does"
     )
 
 

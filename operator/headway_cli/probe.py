@@ -6,6 +6,7 @@ that only decodes and b the time of one prompt token. Knows nothing of terminals
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -16,6 +17,7 @@ from headway_cli import client, prompts
 from headway_cli.client import Answer, Ending, Endpoint
 from headway_cli.errors import Failed
 from headway_cli.openloop import CHAT_FRAME_TOKENS
+from headway_cli.pairs import Pair
 
 STREAMS = 6
 STREAM_TOKENS = 20
@@ -28,6 +30,10 @@ TARGET_STEPS = 4.0
 """The ITL target in decode steps: room for prompt chunks, and none for whole prompts."""
 LONG_PROMPT_TARGETS = 4.0
 """What it takes to prefill a long prompt of the demo, in ITL targets: too much for one step."""
+PAIRS = 5
+"""The fewest of which all must agree before chance is ruled out (1 in 32)."""
+STALL_STREAM_TOKENS = 24
+STALL_AFTER_PIECES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,60 @@ async def measure(endpoint: Endpoint, chance: Random, prompt_tokens: int) -> Spe
     if not gaps:
         raise Failed("the probe's answers came in one piece: nothing to measure a decode step by")
     return Speed(prefill_tokens_per_s=speed, decode_step_s=median(gaps))
+
+
+async def stall(endpoint: Endpoint, chance: Random, prompt_tokens: int) -> float:
+    """Seconds of the longest pause of a stream while a long prompt is read beside it. Raises Failed."""
+    pieces: asyncio.Queue[str] = asyncio.Queue()
+    text = prompts.prompt(max(1, prompt_tokens - CHAT_FRAME_TOKENS), chance)
+    short = prompts.prompt(20, chance)
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        stream = group.create_task(
+            client.ask(
+                session,
+                endpoint,
+                short,
+                STALL_STREAM_TOKENS,
+                exact_length=True,
+                timeout_s=120,
+                on_text=pieces,
+            )
+        )
+        for _ in range(STALL_AFTER_PIECES):
+            getting = group.create_task(pieces.get())
+            await asyncio.wait({getting, stream}, return_when=asyncio.FIRST_COMPLETED)
+            getting.cancel()
+        beside = group.create_task(client.ask(session, endpoint, text, 1, exact_length=True, timeout_s=120))
+    for answer in (stream.result(), beside.result()):
+        if answer.ending is not Ending.FINISHED:
+            raise Failed(f"the probe got {answer.http_status or 'no answer'}: {answer.error}")
+    gaps = stream.result().gaps_s[STALL_AFTER_PIECES - 1 :]
+    if not gaps:
+        raise Failed("the probe's answers came in one piece: there is no pause to measure")
+    return max(gaps)
+
+
+async def paired(
+    endpoint: Endpoint,
+    chance: Random,
+    prompt_tokens: int,
+    switch: Callable[[bool], Awaitable[None]],
+    stop: asyncio.Event,
+) -> list[Pair]:
+    """PAIRS stalls under bad and under tuned limits; `switch(True)` puts the tuned ones in force.
+
+    Each pair begins with what the last one ended with: half of the switches, and drift cancels out.
+    """
+    found: list[Pair] = []
+    for number in range(PAIRS):
+        seconds: dict[bool, float] = {}
+        for tuned in (False, True) if number % 2 == 0 else (True, False):
+            if stop.is_set():
+                return found
+            await switch(tuned)
+            seconds[tuned] = await stall(endpoint, chance, prompt_tokens)
+        found.append(Pair(bad_s=seconds[False], tuned_s=seconds[True]))
+    return found
 
 
 def suit(speed: Speed, *, context: int, mean_prompt_share: float, max_sequences: int) -> Suited:

@@ -8,6 +8,7 @@ import pytest
 from headway_cli import demo
 from headway_cli.__main__ import main
 from headway_cli.documents import read_resources
+from headway_cli.pairs import Pair
 from headway_cli.probe import Speed, suit
 
 
@@ -51,6 +52,20 @@ def test_a_machine_that_got_slower_is_told(prefill_ns: int, times: str) -> None:
     assert times in said
 
 
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([Pair(0.4, 0.1)] * 5, "shorter in 5 of them): 4.0 times shorter"),
+        ([Pair(0.1, 0.4)] * 5, "the tuned limits are the worse ones here"),
+        ([Pair(0.4, 0.1)] * 3 + [Pair(0.1, 0.4)] * 2, "shorter in 3 of them). That may be chance"),
+    ],
+    ids=["better", "worse", "no difference"],
+)
+def test_pairs_are_told_as_they_are(pairs: list[Pair], said: str) -> None:
+    """Also where they show nothing, or the wrong thing."""
+    assert said in demo.paired_words(pairs)
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_demo_answers_measures_plays_and_sums_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,3 +82,5 @@ def test_the_demo_answers_measures_plays_and_sums_up(capsys: pytest.CaptureFixtu
     requests = re.search(r"requests +(\d+) +(\d+) +(\d+)", said)
     assert requests is not None
     assert int(requests[3]) > 0
+    # Where something moved both limits are compared, and what came of it is said.
+    assert ("Comparing both limits" in said) == ("Side by side a long prompt stopped a running" in said)

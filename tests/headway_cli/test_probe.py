@@ -1,5 +1,6 @@
 """Targets and traffic follow from the measured speed, and suit it."""
 
+import asyncio
 from random import Random
 
 import pytest
@@ -53,3 +54,36 @@ async def test_an_endpoint_that_refuses_ends_the_measurement_with_its_words() ->
     async with fake_endpoint(refuse_after=0) as fake:
         with pytest.raises(Failed, match=r"429.*the queue is full"):
             await probe.measure(Endpoint(fake.url, "fake"), Random(1), 200)
+
+
+async def test_pairs_take_turns_and_begin_with_what_the_last_one_ended_with() -> None:
+    """Bad, tuned, tuned, bad, ...: each pair has one of both, and drift cancels out."""
+    switched: list[bool] = []
+
+    async def switch(tuned: bool) -> None:
+        switched.append(tuned)
+        fake.gap_s = 0.001 if tuned else 0.03
+
+    async with fake_endpoint() as fake:
+        found = await probe.paired(Endpoint(fake.url, "fake"), Random(1), 200, switch, asyncio.Event())
+    assert switched == [False, True, True, False, False, True, True, False, False, True]
+    assert len(found) == probe.PAIRS
+    assert all(pair.bad_s >= 0.02 for pair in found)
+
+
+async def test_pairs_end_when_the_user_has_seen_enough() -> None:
+    stop = asyncio.Event()
+
+    async def switch(tuned: bool) -> None:
+        if tuned:
+            stop.set()
+
+    async with fake_endpoint(gap_s=0.001) as fake:
+        found = await probe.paired(Endpoint(fake.url, "fake"), Random(1), 200, switch, stop)
+    assert len(found) == 1
+
+
+async def test_a_stall_that_cannot_be_measured_is_said() -> None:
+    async with fake_endpoint(refuse_after=1, gap_s=0.001) as fake:
+        with pytest.raises(Failed, match="the queue is full"):
+            await probe.stall(Endpoint(fake.url, "fake"), Random(1), 200)
