@@ -296,8 +296,8 @@ def slowdown(session: Session, suited: Suited) -> str:
         return ""
     return (
         f"A prompt token took {times:.1f} times as long in the end as when this machine was measured: other "
-        "programs use it. The targets were chosen for the faster one, so the two columns below do not compare; "
-        "what is measured side by side at the end does"
+        "programs use it. The targets were chosen for the faster one, so the two columns below do not "
+        "compare. What is measured side by side at the end does"
     )
 
 
