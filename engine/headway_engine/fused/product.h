@@ -144,7 +144,8 @@ static inline void some_rows(int m, const float* a, int64_t step, const T* panel
 template <class T>
 static void tile_of_rows(int m, int lines, const float* a, int64_t step, const T* panel, int k, const Out& o, int row,
                          int number, const Ahead& ahead) {
-  if (lines == 2) some_rows<MR, 2, T>(m, a, step, panel, k, o, row, number, ahead);
+  constexpr int MOST = (NR * sizeof(T) + LINE - 1) / LINE;  // lines that a row of a panel is long
+  if (lines == MOST) some_rows<MR, MOST, T>(m, a, step, panel, k, o, row, number, ahead);
   else if (lines == 1) some_rows<MR, 1, T>(m, a, step, panel, k, o, row, number, ahead);
   else some_rows<MR, 0, T>(m, a, step, panel, k, o, row, number, ahead);
 }
