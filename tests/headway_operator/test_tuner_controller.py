@@ -142,7 +142,7 @@ def test_a_small_difference_is_noise_and_not_worth_a_change() -> None:
 
 def test_a_budget_that_no_step_uses_does_not_grow() -> None:
     """Steps carry 60 prompt tokens: what 2,000 of them would take is anybody's guess."""
-    case = Case(batching=Batching(max_batch_tokens=256, max_batch_sequences=64, max_queued_tokens=13_000))
+    case = Case(batching=Batching(max_batch_tokens=256, max_batch_sequences=128, max_queued_tokens=13_000))
     light = an_interval(budget=76)
     decision = case.see(light)
     assert decision.limits.max_batch_tokens == 256

@@ -311,7 +311,7 @@ def _finish(
     """Everything that goes with an outcome: what is known good, feasibility, the numbers."""
     tuned = _tuned(memory)
     solution = solve(slo, tuning, batching, capacity, tuned, memory, free=False)
-    found = assess(slo, capacity, tuned, memory, solution, interval)
+    found = assess(slo, tuning.bounds, capacity, tuned, memory, solution, interval)
     if observation is not None and outcome.state is not State.INSUFFICIENT_TRAFFIC:
         memory = settle(memory, found)
     evidence = gather(slo, memory, observation, interval, found, outcome.predicted_s, now_s)

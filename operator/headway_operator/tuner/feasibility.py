@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from headway_engine.protocol import Capacity, Limits
-from headway_operator.resource import Slo, Target
-from headway_operator.tuner.learn import Interval, judged, knows_steps
+from headway_operator.resource import Bounds, Slo, Target
+from headway_operator.tuner.learn import Interval, judged, knows_steps, refusals
 from headway_operator.tuner.memory import Feasibility, Memory
-from headway_operator.tuner.quantiles import Judgement
+from headway_operator.tuner.quantiles import Exceedances, Judgement, judge
 from headway_operator.tuner.solve import (
     MARGIN,
     SMALLEST_PREFILL,
@@ -21,7 +21,11 @@ from headway_operator.tuner.solve import (
     Solution,
     alone_s,
     point,
+    slots,
+    slots_per_s,
     step_target_s,
+    tokens_per_s,
+    work_s,
 )
 from headway_operator.tuner.words import per_second, span
 
@@ -51,6 +55,7 @@ class Assessment:
 
 def assess(
     slo: Slo,
+    bounds: Bounds,
     capacity: Capacity,
     limits: Limits,
     memory: Memory,
@@ -61,7 +66,7 @@ def assess(
     at = point(memory)
     if at is None or solution is None or not knows_steps(memory):
         return Assessment(Feasibility.UNKNOWN, "what a step costs is not known yet")
-    served_per_s = capacity_per_s(slo, capacity, limits, memory, at)
+    served_per_s = capacity_per_s(slo, bounds, capacity, limits, memory, at)
     load = memory.load
     offered_per_s = load.accepted_per_s + load.refused_per_s
     needed = None
@@ -101,27 +106,33 @@ def settle(memory: Memory, found: Assessment) -> Memory:
     return replace(memory, suspected=found.verdict, suspected_ticks=ticks)
 
 
-def capacity_per_s(slo: Slo, capacity: Capacity, limits: Limits, memory: Memory, at: Point) -> float | None:
+def capacity_per_s(
+    slo: Slo, bounds: Bounds, capacity: Capacity, limits: Limits, memory: Memory, at: Point
+) -> float | None:
     """Requests a second of the present kind that one pod can serve when fully used, inside the targets.
 
-    With every step as long as allowed, T, a request rate r keeps D = r O T sequences decoding (O output
-    tokens each), and its prompts (L tokens each) must fit in what is left of the step:
-    r L T b = T - a - (c + d k) D. Hence r = (1 - a/T) / (L b + O (c + d k)). Memory and the sequence
-    cap bound D, too.
+    The least of three rates. Steps as long as the ITL target allows, T, spend a of it on themselves, and
+    r T w = T - a is left for requests with work w each (`solve.work_s`): r = (1 - a/T) / w. Slots, by their
+    limit or by memory, and tokens a step, by bounds or by what is reserved, may be fewer than such steps
+    need; steps are shorter then, and more of them are base cost (`solve.slots_per_s`, `solve.tokens_per_s`).
     """
     target_s = step_target_s(slo)
     load = memory.load
     if target_s is None or load.prompt_tokens <= 0 or load.output_tokens <= 0:
         return None
     step_s = (1 - MARGIN) * target_s / memory.kappa
-    work_s = load.prompt_tokens * at.cost.per_prefill_token_s + load.output_tokens * at.per_sequence_s
-    idle_s = at.cost.base_s + at.overhead_s
-    if step_s <= idle_s or work_s <= 0:
+    base_s, each_s = at.seconds(0, 0), work_s(at, load)
+    if step_s <= base_s or each_s <= 0:
         return 0.0
-    most = float(min(capacity.max_batch_sequences, limits.max_batch_sequences))
-    if at.kv_tokens_per_sequence > 0 and capacity.kv_tokens > 0:
-        most = min(most, 0.9 * capacity.kv_tokens / at.kv_tokens_per_sequence)
-    return min((1 - idle_s / step_s) / work_s, most / (load.output_tokens * step_s))
+    most = slots(capacity, limits.max_batch_sequences, at)
+    # Not the budget in force: it stays small while nobody needs more.
+    tokens = min(capacity.max_batch_tokens, bounds.max_batch_tokens.max or capacity.max_batch_tokens)
+    room = max(limits.max_batch_tokens - at.decode_sequences, SMALLEST_PREFILL)
+    return min(
+        (1 - base_s / step_s) / each_s,
+        slots_per_s(at, load, most, min(limits.prefill_chunk_tokens, room)),
+        tokens_per_s(at, load, tokens),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +207,30 @@ def _short_of_capacity(
     if not served_per_s or offered_per_s <= 0:
         return None
     full_per_s = served_per_s * load.pods
-    refused = load.refused_per_s / offered_per_s
-    misses = min(t.percentile.miss_share for t in (slo.ttft, slo.itl) if t is not None)
-    violated = judged(memory.ttft, slo.ttft)[0] is Judgement.VIOLATED
-    if offered_per_s > 0.85 * full_per_s and (refused > misses or (violated and offered_per_s > full_per_s)):
+    refused = refusals(memory)
+    if offered_per_s > UTILISATION * full_per_s and _misses_too_many(slo, memory, refused):
+        share = refused.low / refused.samples if refused.samples > 0 else 0.0
         return _Short(
-            f"{per_second(offered_per_s)} arrive, {per_second(full_per_s)} can be served inside the targets"
-            + (f" ({100 * refused:.0f} % are refused)" if refused > 0.005 else "")
+            f"{per_second(offered_per_s)} arrive, {per_second(UTILISATION * full_per_s)} can be served "
+            "inside the targets" + (f" ({100 * share:.0f} % are refused)" if share > 0.005 else "")
         )
     return None
+
+
+def _misses_too_many(slo: Slo, memory: Memory, refused: Exceedances) -> bool:
+    """By counts, as latencies are judged: a share of a handful is chance.
+
+    Who is refused got no first token in time either, so late and refused requests are counted together.
+    """
+    misses = min(t.percentile.miss_share for t in (slo.ttft, slo.itl) if t is not None)
+    if judge(refused, misses) is Judgement.VIOLATED:
+        return True
+    late = judged(memory.ttft, slo.ttft)[1]
+    if slo.ttft is None or late.samples <= 0:
+        return False
+    served = max(0.0, refused.samples - refused.low)
+    together = late.scaled(served / late.samples).plus(Exceedances(refused.low, refused.low, refused.low))
+    return judge(together, slo.ttft.percentile.miss_share) is Judgement.VIOLATED
 
 
 def _are(pods: int) -> str:

@@ -108,6 +108,16 @@ def requests_in_window(memory: Memory) -> float:
     return sum(part.requests for part in memory.traffic) * WINDOW_S / seconds if seconds > 0 else 0.0
 
 
+def refusals(memory: Memory) -> Exceedances:
+    """Rejected and failed requests among the latest that are enough to judge by, five minutes at most."""
+    total = Exceedances()
+    for part in reversed(memory.traffic):
+        if total.samples >= WINDOW_ENOUGH:
+            break
+        total = total.plus(Exceedances(max(part.requests, part.refused), part.refused, part.refused))
+    return total
+
+
 def knows_steps(memory: Memory) -> bool:
     """Whether the model has seen enough prefilling to be asked what a prompt token costs."""
     s = memory.sums
@@ -169,8 +179,10 @@ def _learn_steps(memory: Memory, seen: Observation, budget: int) -> tuple[Memory
 def _learn_load(memory: Memory, seen: Observation) -> Memory:
     old = memory.load
     first = memory.seen_at_s == 0
+    observed_s = sum(part.seconds for part in memory.traffic)
     quick: float = 1 - 0.6 ** (seen.elapsed_s / 10)
-    slow: float = 1 - 0.9 ** (seen.elapsed_s / 10)
+    # A plain mean until there is more to forget: the first interval must not weigh as much as ten later ones.
+    slow: float = max(1 - 0.9 ** (seen.elapsed_s / 10), seen.elapsed_s / (observed_s + seen.elapsed_s))
 
     def high(before: float, now: float) -> float:
         """Rises count at once, falls slowly."""
@@ -225,19 +237,18 @@ def _count(memory: Memory, seen: Observation, slo: Slo, now_s: float) -> Memory:
         itl=_window(memory.itl, _gaps_exceeded(seen, slo.itl), now_s, memory.changed_at_s),
         e2e=_window(memory.e2e, _exceeded(seen.e2e, slo.e2e), now_s, memory.changed_at_s),
         refused=_window(memory.refused, Exceedances(refused, refused, refused), now_s, 0.0, forever=True),
-        traffic=_traffic(memory.traffic, requests, seen.elapsed_s, now_s),
+        traffic=_traffic(memory.traffic, Traffic(now_s, requests, seen.elapsed_s, refused)),
     )
 
 
-def _traffic(
-    parts: tuple[Traffic, ...], requests: float, seconds: float, now_s: float
-) -> tuple[Traffic, ...]:
+def _traffic(parts: tuple[Traffic, ...], now: Traffic) -> tuple[Traffic, ...]:
     """The parts of the last five minutes, with one interval more."""
-    kept = [part for part in parts if now_s - part.at_s <= WINDOW_S]
-    if kept and kept[-1].seconds + seconds <= WINDOW_S / WINDOW_PARTS:
-        last = kept.pop()
-        return (*kept, Traffic(last.at_s, last.requests + requests, last.seconds + seconds))
-    return (*kept, Traffic(now_s, requests, seconds))
+    kept = [part for part in parts if now.at_s - part.at_s <= WINDOW_S]
+    if not kept or kept[-1].seconds + now.seconds > WINDOW_S / WINDOW_PARTS:
+        return (*kept, now)
+    last = kept.pop()
+    requests, refused = last.requests + now.requests, last.refused + now.refused
+    return (*kept, Traffic(last.at_s, requests, last.seconds + now.seconds, refused))
 
 
 def _exceeded(histogram: Histogram | None, target: Target | None) -> Exceedances | None:

@@ -42,11 +42,12 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, array_like=True):
-    """Requests that came in one stretch of time, and its length."""
+    """Requests that came in one stretch of time, its length, and how many of them were refused."""
 
     at_s: float
     requests: float
     seconds: float
+    refused: float = 0.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

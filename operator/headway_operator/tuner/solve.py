@@ -3,7 +3,10 @@ TTFT target allows.
 
     C = ((1 - margin) * target / kappa - T(0, D, K)) / b      prompt tokens a step
     B = C + D                                                 maxBatchTokens
-    Q = scale * 0.85 * (target - 2 T(C, D, K)) * C / T(C, D, K)   maxQueuedTokens
+    Q = scale * min(W C / T(C, D, K), (F + W r) L)              maxQueuedTokens
+
+with W = 0.85 * (target - 2 T(C, D, K)) the wait that is allowed, F the slots that are free and r the requests
+a second that give theirs up: a queue drains no faster than prompts are computed, nor than slots become free.
 
 Pure arithmetic on the memory; knows nothing of trials, verdicts or time.
 """
@@ -14,7 +17,8 @@ from dataclasses import dataclass, replace
 from headway_engine.protocol import Capacity, Limits
 from headway_engine.stepcost import StepCost
 from headway_operator.resource import Batching, Bound, Slo, Tuning
-from headway_operator.tuner.memory import Memory
+from headway_operator.tuner.calm import DEVIATIONS
+from headway_operator.tuner.memory import Load, Memory
 
 MARGIN = 0.10
 SMALLEST_PREFILL = 16
@@ -23,6 +27,8 @@ LARGEST_GRID = 32
 TTFT_STEP_SHARE = 0.25
 """With no ITL target, the share of the TTFT target that one step may take."""
 QUEUE_SHARE = 0.85
+KV_SHARE = 0.9
+"""Of the KV cache that is counted on: beyond it sequences are preempted, and computed again."""
 NEAR = 4.0
 """Inside this factor of their present values, the caps of queue and sequences are damped; else they jump."""
 SHRINK_MOST, GROW_MOST = 0.4, 1.5
@@ -90,6 +96,51 @@ def point(memory: Memory) -> Point | None:
         return None
     load = memory.load
     return Point(memory.cost, load.decode_sequences, load.kv_tokens_per_sequence, memory.overhead_s)
+
+
+def slots(capacity: Capacity, max_batch_sequences: int, at: Point) -> float:
+    """Sequences that can be in a pod at once: by their limit, and by the KV cache at their present length."""
+    most = float(min(capacity.max_batch_sequences, max_batch_sequences))
+    if at.kv_tokens_per_sequence > 0 and capacity.kv_tokens > 0:
+        most = min(most, KV_SHARE * capacity.kv_tokens / at.kv_tokens_per_sequence)
+    return most
+
+
+def work_s(at: Point, load: Load) -> float:
+    """Seconds that one request adds to steps: w = L b + G (c + d k), for L prompt tokens and G decodes.
+
+    The first of O output tokens comes with the last of the prompt, so G = O - 1.
+    """
+    return load.prompt_tokens * at.cost.per_prefill_token_s + _decodes(load) * at.per_sequence_s
+
+
+def slots_per_s(at: Point, load: Load, most: float, chunk_tokens: float) -> float:
+    """Requests a second that one pod serves with its `most` slots always taken.
+
+    A request holds its slot for S = ceil(L / chunk) steps of prompt and G steps of decoding, so N slots end
+    N / (S + G) requests a step, each of them work w (see `work_s`) for some step. A step of base cost a then
+    takes T = a + w N / (S + G), and N / ((S + G) T) = 1 / (w + a (S + G) / N) requests end a second: by
+    Little's law, with nothing assumed about how lengths are distributed.
+    """
+    steps = math.ceil(load.prompt_tokens / max(1.0, chunk_tokens)) + _decodes(load)
+    return _per_s(work_s(at, load) + at.seconds(0, 0) * steps / max(1.0, most))
+
+
+def tokens_per_s(at: Point, load: Load, step_tokens: float) -> float:
+    """Requests a second that one pod serves with `step_tokens` in every step.
+
+    As above: B tokens a step are B / (L + G) requests a step, hence 1 / (w + a (L + G) / B).
+    """
+    tokens = load.prompt_tokens + _decodes(load)
+    return _per_s(work_s(at, load) + at.seconds(0, 0) * tokens / max(1.0, step_tokens))
+
+
+def _decodes(load: Load) -> float:
+    return max(0.0, load.output_tokens - 1)
+
+
+def _per_s(seconds: float) -> float:
+    return 1 / seconds if seconds > 0 else math.inf
 
 
 def alone_s(at: Point) -> float:
@@ -163,19 +214,23 @@ def solve(
     tokens = replace(tokens, aim=wanted)
     full = max(0.0, tokens.value - decode)
     predicted_s = at.seconds(full)
+    sequences = _sequences(
+        at,
+        None if least_bad else allowed_s,
+        bounds.max_batch_sequences,
+        min(batching.max_batch_sequences, capacity.max_batch_sequences),
+        capacity.max_batch_sequences,
+        tokens.value,
+        None if free else start.max_batch_sequences,
+    )
+    chunk = _chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full)
+    most = slots(capacity, sequences.value, at)
+    freed = _by_slots(at, memory.load, most, min(chunk.value, max(full, SMALLEST_PREFILL)))
     return Solution(
         max_batch_tokens=tokens,
-        max_batch_sequences=_sequences(
-            at,
-            None if least_bad else allowed_s,
-            bounds.max_batch_sequences,
-            min(batching.max_batch_sequences, capacity.max_batch_sequences),
-            capacity.max_batch_sequences,
-            tokens.value,
-            None if free else start.max_batch_sequences,
-        ),
-        prefill_chunk_tokens=_chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full),
-        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full, free=free),
+        max_batch_sequences=sequences,
+        prefill_chunk_tokens=chunk,
+        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full, freed, free=free),
         prefill_tokens=prefill,
         step_allowed_s=allowed_s,
         predicted_s=predicted_s,
@@ -262,16 +317,43 @@ def _chunk(
     return Clamped(clamped.value, clamped.binding or binding, float(clamped.value))
 
 
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What slots let through, in prompt tokens: at once, and a second."""
+
+    at_once: float = math.inf
+    per_s: float = math.inf
+
+
+def _by_slots(at: Point, load: Load, most: float, chunk_tokens: float) -> _Slots:
+    """Slots bind where the sequences that run may take all of them before the next look."""
+    if load.prompt_tokens <= 0:
+        return _Slots()
+    # Who comes and goes by chance is there in Poisson numbers: so many slots are free 19 times in 20.
+    free = max(0.0, most - at.decode_sequences - DEVIATIONS * math.sqrt(at.decode_sequences))
+    per_s = slots_per_s(at, load, most, chunk_tokens)
+    return _Slots(free * load.prompt_tokens, per_s * load.prompt_tokens)
+
+
 def _queue(
-    slo: Slo, at: Point, bound: Bound, start: Limits, memory: Memory, full: float, *, free: bool
+    slo: Slo,
+    at: Point,
+    bound: Bound,
+    start: Limits,
+    memory: Memory,
+    full: float,
+    freed: _Slots,
+    *,
+    free: bool,
 ) -> Clamped:
-    """Prompt tokens that can be computed inside the TTFT target; without one, as it is."""
+    """Prompt tokens that can be begun and computed inside the TTFT target; without one, as it is."""
     if slo.ttft is None:
         return Clamped(start.max_queued_tokens, aim=float(start.max_queued_tokens))
     prefill = max(full, 1.0)
     step_s = at.seconds(prefill)
-    wait_s = max(0.0, slo.ttft.target_s - 2 * step_s)
-    tokens = memory.queue_scale * QUEUE_SHARE * wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
+    wait_s = QUEUE_SHARE * max(0.0, slo.ttft.target_s - 2 * step_s)
+    computed = wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
+    tokens = memory.queue_scale * min(computed, freed.at_once + wait_s * freed.per_s)
     # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
     least = max(2 * memory.load.prompt_tokens, full)
     wanted = min(max(tokens, least), LARGEST_QUEUE)
