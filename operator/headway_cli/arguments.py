@@ -6,6 +6,7 @@ A wrong value ends the command before it starts, with the usual words and exit s
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -31,6 +32,18 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return value
+
+
+def count_to(most: int) -> Callable[[str], int]:
+    """A type: a whole number from 1 to `most`."""
+
+    def checked(text: str) -> int:
+        value = count(text)
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text}: must be at most {most}")
+        return value
+
+    return checked
 
 
 def port(text: str) -> int:

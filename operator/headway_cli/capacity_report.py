@@ -116,7 +116,7 @@ class Figures:
     preemptions: int
     prefix_hit_tokens: int
     targets: tuple[TargetFigures, ...]
-    meets: bool  # every target that there is
+    meets: bool  # every target that there is, with no more refused than one of them allows
     refusals: tuple[Refusals, ...]
     moves: tuple[Move, ...]
     ticks: tuple[Moment, ...]
@@ -158,7 +158,8 @@ def figures(outcome: Outcome, *, price_per_hour: float | None = None) -> Figures
         preemptions=outcome.preemptions,
         prefix_hit_tokens=outcome.prefix_hit_tokens,
         targets=targets,
-        meets=all(target.met for target in targets if target.target_s is not None),
+        meets=_enough_served(slo, offered, len(finished))
+        and all(target.met for target in targets if target.target_s is not None),
         refusals=_refusals(journeys),
         moves=tuple(_moves(outcome)),
         ticks=tuple(_moments(outcome)),
@@ -166,6 +167,12 @@ def figures(outcome: Outcome, *, price_per_hour: float | None = None) -> Figures
         limits=outcome.limits,
         cost=None if price_per_hour is None else _cost(outcome, price_per_hour, output_tokens),
     )
+
+
+def _enough_served(slo: Slo, offered: int, finished: int) -> bool:
+    """Gaps between tokens are those of the accepted alone: refusing everybody would keep an ITL target."""
+    allowed = [t.percentile.miss_share for t in (slo.ttft, slo.itl, slo.e2e) if t is not None]
+    return offered - finished <= max(allowed, default=1.0) * offered + 1e-9
 
 
 def _meets(journey: Journey, slo: Slo) -> bool:

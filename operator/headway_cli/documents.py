@@ -44,7 +44,7 @@ def read_resources(path: Path) -> tuple[Manifest, list[Manifest]]:
             f"{path}: {', '.join(foreign)} needs a cluster",
             "On one machine only Secrets and ConfigMaps may stand beside the resource",
         )
-    return _admitted(ours[0], path), [_in_namespace(d, path) for d in others]
+    return admitted(ours[0], path), [_in_namespace(d, path) for d in others]
 
 
 def _documents(path: Path) -> list[Any]:
@@ -66,7 +66,8 @@ def _in_namespace(document: Manifest, path: Path) -> Manifest:
     return {**document, "metadata": {"namespace": "default", **metadata}}
 
 
-def _admitted(document: Manifest, path: Path) -> Manifest:
+def admitted(document: Manifest, path: Path) -> Manifest:
+    """The object as the API server would store it. Raises UserError that names every wrong field."""
     try:
         stored = admit(document)
     except InvalidSpec as e:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from headway_cli.documents import admitted
 from headway_cli.errors import EXIT_OK, UserError
 from headway_cli.status import fetch
 from headway_cli.whatif import Move, WhatIf, learnt, what_ifs
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         body = from_file(args.file)
         if args.name not in (None, limit, body["metadata"].get("name")):
             raise UserError(f"{args.file}: it is about {body['metadata'].get('name')}, not about {args.name}")
+        body = admitted(dict(body), args.file)
     elif args.name is None:
         raise UserError("which deployment?", "Give its name, or -f FILE")
     else:

@@ -47,7 +47,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Which traffic; the same for `headway up --trace`."""
     parser.add_argument(
         "--trace", metavar="FILE",
-        help="Azure CSV, ServeGen CSV or Mooncake JSON lines; `sample`: the one that ships with Headway",
+        help="CSV (plain, Azure or ServeGen) or Mooncake JSON lines; `sample`: the one shipped with Headway",
     )  # fmt: skip
     parser.add_argument(
         "--scale", type=arguments.positive, default=1.0, metavar="X", help="times the traffic (default 1)"

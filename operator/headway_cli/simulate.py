@@ -29,10 +29,13 @@ PROGRESS_EVERY_S = 10.0
 RATE_DURATION_S = 600.0
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 128
+MOST_REPLICAS = 10_000
+"""More than any one Deployment has; every one of them has a scheduler here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `headway simulate`."""
+    tokens, replicas = arguments.count_to(traces.MOST_TOKENS), arguments.count_to(MOST_REPLICAS)
     parser.add_argument(
         "-f", "--file", type=Path, required=True, metavar="FILE", help="the resource, as for `headway up`"
     )
@@ -42,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=arguments.positive, metavar="PER_S",
         help=f"requests a second, Poisson, for --duration (default {RATE_DURATION_S:g} s)",
     )  # fmt: skip
-    made.add_argument("--prompt-tokens", type=arguments.count, metavar="N", help=f"default {PROMPT_TOKENS}")
-    made.add_argument("--output-tokens", type=arguments.count, metavar="N", help=f"default {OUTPUT_TOKENS}")
+    made.add_argument("--prompt-tokens", type=tokens, metavar="N", help=f"default {PROMPT_TOKENS}")
+    made.add_argument("--output-tokens", type=tokens, metavar="N", help=f"default {OUTPUT_TOKENS}")
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--step-cost", metavar="BASE_MS,PREFILL_US,DECODE_US,KV_NS",
@@ -59,13 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let steps vary by this share (0.1: a standard deviation of 10 %%); default: none",
     )  # fmt: skip
     engine.add_argument(
-        "--kv-tokens", type=arguments.count, metavar="N",
+        "--kv-tokens", type=tokens, metavar="N",
         help="tokens that a replica's KV cache holds; default: enough for every sequence",
     )  # fmt: skip
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--replicas", type=arguments.count, metavar="N", help="default: the resource's")
+    plan.add_argument("--replicas", type=replicas, metavar="N", help="default: the resource's")
     plan.add_argument(
-        "--find-replicas", type=arguments.count, metavar="MOST",
+        "--find-replicas", type=replicas, metavar="MOST",
         help="try one more replica at a time until the SLO is met",
     )  # fmt: skip
     plan.add_argument(
@@ -210,9 +213,15 @@ def _arrivals(args: argparse.Namespace) -> list[Arrival]:
             raise UserError(f"{option} is of no use {'without' if args.rate is None else 'beside'} --rate")
     if args.rate is None:
         return chosen_arrivals(args)
+    duration_s = args.duration or RATE_DURATION_S
+    if args.rate * duration_s > traces.MOST_REQUESTS or duration_s > traces.LONGEST_S:
+        raise UserError(
+            f"--rate {args.rate:g} for {duration_s:g} s: {args.rate * duration_s:.3g} requests",
+            f"At most {traces.MOST_REQUESTS} of them, in at most a year: give a smaller --rate or --duration",
+        )
     found = traces.poisson(
         args.rate,
-        args.duration or RATE_DURATION_S,
+        duration_s,
         args.prompt_tokens or PROMPT_TOKENS,
         args.output_tokens or OUTPUT_TOKENS,
         Random(args.seed),

@@ -21,6 +21,8 @@ HOW = (
     "engine's management port, or a file with the status of a deployment that has run"
 )
 SCRAPE_TIMEOUT_S = 10.0
+LONGEST_PART_S = 3600.0
+"""Nothing that takes more than an hour is a part of a step; it is a number in another unit."""
 _UNITS_S = (1e-3, 1e-6, 1e-6, 1e-9)
 _NAMES = ("BASE_MS", "PREFILL_US", "DECODE_US", "KV_NS")
 
@@ -68,7 +70,7 @@ def from_option(text: str) -> Known:
             value = float(part)
         except ValueError:
             raise UserError(f"--step-cost {text}: {name} is {part!r}, not a number", HOW) from None
-        if not 0 <= value < float("inf"):
+        if not 0 <= value * unit_s <= LONGEST_PART_S:
             raise UserError(f"--step-cost {text}: {name} is {part}, which no step can cost", HOW)
         values.append(value * unit_s)
     if values[0] + values[1] <= 0 or values[0] + values[2] <= 0:

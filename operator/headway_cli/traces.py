@@ -26,6 +26,12 @@ SHIPPED_SHARE = 0.4
 MOST_TOKENS = 100_000_000
 """More than any model takes; a longer request is a column that means something else."""
 
+MOST_REQUESTS = 10_000_000
+"""Lists of more do not fit into the memory of an ordinary machine."""
+
+LONGEST_S = 366 * 86_400.0
+"""A trace of more than a year is one whose times are in another unit."""
+
 MOST_PREFIX_ID = 1 << 62
 
 JITTER_S = 0.5
@@ -63,7 +69,13 @@ def read(path: Path) -> list[Arrival]:
         raise BadTrace(f"{path}: not a text file") from e
     if not found:
         raise BadTrace(f"{path}: no requests in it")
-    return _from_zero(found)
+    ordered = _from_zero(found)
+    if ordered[-1].at_s > LONGEST_S:
+        raise BadTrace(
+            f"{path}: the last request comes {ordered[-1].at_s:g} s after the first, more than a year: "
+            "is the time in another unit?"
+        )
+    return ordered
 
 
 def shipped(name: str = CONVERSATION) -> list[Arrival]:
@@ -92,6 +104,11 @@ def scaled(arrivals: Sequence[Arrival], scale: float, chance: Random) -> list[Ar
     """
     if scale <= 0:
         raise BadTrace(f"scale {scale:g}: must be above 0")
+    if scale * len(arrivals) > MOST_REQUESTS:
+        raise BadTrace(
+            f"scale {scale:g}: makes {scale * len(arrivals):.3g} requests of {len(arrivals)}; "
+            f"{MOST_REQUESTS} are the most"
+        )
     whole, rest = int(scale), scale - int(scale)
     out: list[Arrival] = []
     for arrival in arrivals:

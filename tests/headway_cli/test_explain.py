@@ -130,6 +130,9 @@ def test_a_saved_resource_is_explained_without_a_cluster(
     assert capsys.readouterr().out == "\n".join(words(body, "maxQueuedTokens")) + "\n"
 
 
+SAVED = "apiVersion: headway.dev/v1alpha1\nkind: InferenceDeployment\nmetadata: {name: a}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "says"),
     [
@@ -137,6 +140,12 @@ def test_a_saved_resource_is_explained_without_a_cluster(
         ("kind: InferenceDeployment\nmetadata: {name: a}\n", (), "spec is missing"),
         ("a: [", (), "not YAML"),
         ("kind: InferenceDeployment\nmetadata: {name: a}\nspec: {}\n", ("b",), "it is about a, not about b"),
+        (SAVED + "spec: {model: {uri: 'random://llama'}, bathing: {}}\n", (), "spec.bathing: is not a field"),
+        (
+            SAVED + "spec: {model: {uri: 'random://llama'}}\nstatus: {tuning: 7}\n",
+            (),
+            "status.tuning: must be",
+        ),
     ],
 )
 def test_a_file_that_is_something_else_is_refused(

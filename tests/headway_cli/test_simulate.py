@@ -130,6 +130,9 @@ def test_without_the_tuner_the_limits_stay(resource: Path, capsys: pytest.Captur
         (("--trace", "sample", *STEP_COST, "--prompt-tokens", "5"), "--prompt-tokens is of no use without"),
         (("--trace", "nowhere.csv", *STEP_COST), "nowhere.csv: No such file"),
         ((*TRAFFIC, *STEP_COST, "--replicas", "3", "--find-replicas", "2"), "fewer than --replicas 3"),
+        ((*TRAFFIC, "--step-cost", "1e300,1,1,1"), "BASE_MS is 1e300, which no step can cost"),
+        (("--rate", "1e12", "--duration", "60", *STEP_COST), "6e+13 requests"),
+        (("--trace", "sample", "--scale", "1e9", *STEP_COST), "scale 1e+09: makes 4.12e+12 requests"),
         ((*TRAFFIC, "--from", "localhost"), "not an http:// URL"),
         ((*TRAFFIC, "--noise", "0.1"), "what a step of the engine costs is not known"),
     ],
@@ -140,6 +143,27 @@ def test_a_question_that_makes_no_sense_is_refused(
     """Exit status 2, what is wrong, and no traceback."""
     assert main(["simulate", "-f", str(resource), *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prompt-tokens", "--output-tokens", "--kv-tokens", "--replicas"])
+def test_a_count_that_no_machine_has_room_for_is_refused(
+    resource: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """Before memory runs out."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "-f", str(resource), *TRAFFIC, *STEP_COST, option, "99999999999"])
+    assert f"argument {option}: 99999999999: must be at most" in capsys.readouterr().err
+
+
+def test_refusing_everybody_does_not_keep_a_target_for_gaps(
+    resource: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where ITL is all that is promised, no gap at all is not a plan that works."""
+    resource.write_text(RESOURCE.replace("    ttft: {p95: 500ms}\n", ""))
+    question = ("--rate", "2", "--duration", "10", "--prompt-tokens", "5000", *STEP_COST, "-o", "json")
+    (found,) = json.loads(answer(capsys, "-f", resource, *question))["simulations"]
+    assert found["attainment"] == 0.0
+    assert not found["meets"]
 
 
 def test_a_bad_resource_and_a_bad_trace_name_the_field(

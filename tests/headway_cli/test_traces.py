@@ -139,6 +139,14 @@ def test_repeating_keeps_every_request_and_adds_near_copies(
         assert len(near) >= scale
 
 
+def test_times_in_another_unit_are_noticed(tmp_path: Path) -> None:
+    """Microseconds where seconds belong would be simulated for years."""
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,1,1\n90000000,1,1\n")
+    with pytest.raises(traces.BadTrace, match="more than a year: is the time in another unit"):
+        traces.read(path)
+
+
 def test_thinning_hits_the_share_asked_for() -> None:
     """A tenth of 20,000 requests is 2,000, give or take chance."""
     many = [Arrival(i / 10, 100, 10) for i in range(20_000)]
