@@ -61,8 +61,13 @@ class Known:
     untold: tuple[tuple[Change, ...], ...] = ()  # changes for which no event was posted yet
     recommended: Limits | None = None  # what the last event about a recommendation said
     quota: Quota = field(default_factory=Quota)
-    busy: bool = False  # there was traffic since the last status write
+    busy: bool = False  # there was traffic since the last status write, or in what it told
     written_s: float | None = None
+
+
+def has_traffic(observation: Observation | None) -> bool:
+    """Whether requests came or ran in the last interval."""
+    return observation is not None and bool(observation.arrivals or observation.running)
 
 
 def wanted_limits(resource: Resource, known: Known) -> Limits:

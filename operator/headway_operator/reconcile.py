@@ -20,7 +20,7 @@ from headway_operator import freshness, manifests, status
 from headway_operator.cluster import Cluster, ClusterError, Forbidden, Gone, Manifest, Refused
 from headway_operator.fleet import Fleet, FleetError, PodRef, Unreachable
 from headway_operator.invalid import invalid_status
-from headway_operator.known import Basis, Known, plain, wanted_limits
+from headway_operator.known import Basis, Known, has_traffic, plain, wanted_limits
 from headway_operator.manifests import Images
 from headway_operator.metrics import Observation, Sample, observe
 from headway_operator.news import News, changes_of_limits, transitions
@@ -233,7 +233,7 @@ class Reconciler:
         elapsed_s = known.basis.tuning.interval_s if known.ticked_s is None else now_s - known.ticked_s
         observation = observe(known.before, after, max(elapsed_s, 1e-3))
         known.before = after
-        known.busy = known.busy or bool(observation.arrivals or observation.running)
+        known.busy = known.busy or has_traffic(observation)
         return observation
 
     def _decide(self, resource: Resource, known: Known, samples: Mapping[str, Sample | Unreachable]) -> None:
@@ -338,7 +338,8 @@ class Reconciler:
         )
         if freshness.differs(before, after) or self._figures_due(known, before, after):
             await self._write_status(body, after)
-            known.busy, known.written_s = False, self._clock.monotonic_s()
+            # What was told of traffic is news once more when it has ended.
+            known.busy, known.written_s = has_traffic(known.observation), self._clock.monotonic_s()
         news = transitions(before, after)
         for changes in known.untold:
             news += changes_of_limits(changes, resource.tuning.mode)

@@ -626,6 +626,23 @@ async def test_a_real_change_in_sparse_traffic_is_written_in_the_same_tick(world
     assert world.condition("ParametersDrifted")["status"] == "False"
 
 
+async def test_figures_of_traffic_that_ended_right_after_a_write_do_not_stand_for_ever(world: World) -> None:
+    """The last request came in the very interval that was written; that no more came is news, once."""
+    await world.settle()
+    engine = world.fleet[world.pods[0]]
+    for tick in range(400):
+        before = status_writes(world)
+        engine.serve(tick % 3 == 0)
+        await world.tick()
+        if tick > 100 and tick % 3 == 0 and status_writes(world) > before:
+            break
+    assert world.status["throughput"]["requestsPerMinute"] > 0
+    for _ in range(40):
+        await world.tick()
+    assert world.status["throughput"]["requestsPerMinute"] == 0
+    assert status_writes(world) == before + 2
+
+
 async def test_traffic_that_grows_tenfold_is_told_within_a_minute(world: World) -> None:
     """Figures that moved by more than chance do not wait for the refresh."""
     await world.settle()
