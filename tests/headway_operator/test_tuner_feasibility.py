@@ -105,6 +105,8 @@ def test_whoever_is_accepted_is_in_time_when_slots_free_up_slower_than_prompts_a
     outcome = few_slots(16).serves(1.9, 300.0)
     late = sorted(t for j in outcome.journeys if (t := j.ttft_s) is not None)
     assert late[round(0.95 * len(late))] <= 2.0
+    reasons = [t.decision.reason for t in outcome.ticks if t.decision.changes]
+    assert "of them find a slot" in reasons[-1]
 
 
 def quiet(refused: float) -> Observation:

@@ -70,9 +70,13 @@ def _queue(slo: Slo, memory: Memory, solution: Solution, new: Limits) -> str:
         return f"{solution.max_queued_tokens.binding} binds, before TTFT"
     prefill = max(1.0, new.max_batch_tokens - memory.load.decode_sequences)
     rate = prefill / solution.predicted_s if solution.predicted_s > 0 else 0.0
+    speed = f"{rate:.0f} prompt tokens/s can be computed"
+    if solution.slots_free_per_s is not None:
+        tokens_per_s = solution.slots_free_per_s * memory.load.prompt_tokens
+        speed += f", but only {tokens_per_s:.0f} of them find a slot"
     return (
-        f"TTFT binds. {rate:.0f} prompt tokens/s can be computed, and the target is "
-        f"{span(slo.ttft.target_s)} with two steps of {span(solution.predicted_s)} in it"
+        f"TTFT binds. {speed}, and the target is {span(slo.ttft.target_s)} with two steps of "
+        f"{span(solution.predicted_s)} in it"
     )
 
 

@@ -80,6 +80,8 @@ class Solution:
     max_batch_sequences: Clamped
     prefill_chunk_tokens: Clamped
     max_queued_tokens: Clamped
+    slots_free_per_s: float | None
+    """Requests a second that give a slot up, where that is what the queue waits for; None where it is not."""
     prefill_tokens: float
     """The largest prefill a step may carry by the model; below SMALLEST_PREFILL where none fits."""
     step_allowed_s: float
@@ -226,11 +228,15 @@ def solve(
     chunk = _chunk(slo, at, bounds.prefill_chunk_tokens, batching, capacity, memory, full)
     most = slots(capacity, sequences.value, at)
     freed = _by_slots(at, memory.load, most, min(chunk.value, max(full, SMALLEST_PREFILL)))
+    max_queued_tokens, waits_for_slots = _queue(
+        slo, at, bounds.max_queued_tokens, start, memory, full, freed, free=free
+    )
     return Solution(
         max_batch_tokens=tokens,
         max_batch_sequences=sequences,
         prefill_chunk_tokens=chunk,
-        max_queued_tokens=_queue(slo, at, bounds.max_queued_tokens, start, memory, full, freed, free=free),
+        max_queued_tokens=max_queued_tokens,
+        slots_free_per_s=freed.per_s / memory.load.prompt_tokens if waits_for_slots else None,
         prefill_tokens=prefill,
         step_allowed_s=allowed_s,
         predicted_s=predicted_s,
@@ -345,21 +351,25 @@ def _queue(
     freed: _Slots,
     *,
     free: bool,
-) -> Clamped:
-    """Prompt tokens that can be begun and computed inside the TTFT target; without one, as it is."""
+) -> tuple[Clamped, bool]:
+    """Prompt tokens that can be begun and computed inside the TTFT target; without one, as it is.
+
+    Beside it whether they wait for slots rather than to be computed.
+    """
     if slo.ttft is None:
-        return Clamped(start.max_queued_tokens, aim=float(start.max_queued_tokens))
+        return Clamped(start.max_queued_tokens, aim=float(start.max_queued_tokens)), False
     prefill = max(full, 1.0)
     step_s = at.seconds(prefill)
     wait_s = QUEUE_SHARE * max(0.0, slo.ttft.target_s - 2 * step_s)
     computed = wait_s * prefill / step_s if step_s > 0 else LARGEST_QUEUE
-    tokens = memory.queue_scale * min(computed, freed.at_once + wait_s * freed.per_s)
+    begun = freed.at_once + wait_s * freed.per_s
+    tokens = memory.queue_scale * min(computed, begun)
     # Two ordinary prompts always have room: a queue that admits nobody serves nobody.
     least = max(2 * memory.load.prompt_tokens, full)
     wanted = min(max(tokens, least), LARGEST_QUEUE)
     whole = _clamp(on_grid(wanted), bound, LARGEST_QUEUE, "maxQueuedTokens")
     if free:
-        return replace(whole, aim=float(whole.value))
+        return replace(whole, aim=float(whole.value)), begun < computed
     damped = max(_damped(wanted, start.max_queued_tokens), least)
     found = _clamp(on_grid(min(damped, LARGEST_QUEUE)), bound, LARGEST_QUEUE, "maxQueuedTokens")
-    return replace(found, aim=float(whole.value))
+    return replace(found, aim=float(whole.value)), begun < computed
