@@ -16,7 +16,7 @@ REFRESH_S = 300
 NEWS = 0.10
 """Share by which a figure must differ to be news, however many requests it is from."""
 DEVIATIONS = 1.645
-"""As for verdicts on targets: 95 % of what is chance alone stays inside."""
+"""As for verdicts on targets: chance alone goes further up in 5 %, and further down in 5 %."""
 
 Json = dict[str, Any]
 
@@ -100,4 +100,7 @@ def _exact(status: Mapping[str, Any]) -> list[Any]:
     """Figures of which every change means something."""
     capacity = status.get("capacity") or {}
     reserved = ("maxBatchTokens", "maxBatchSequences", "kvTokens", "maxModelTokens", "replicasNeeded")
-    return [capacity.get(name) for name in reserved]
+    verdicts = [
+        part.get("verdict") for part in (status.get("slo") or {}).values() if isinstance(part, Mapping)
+    ]
+    return [*verdicts, *(capacity.get(name) for name in reserved)]

@@ -62,3 +62,11 @@ def test_every_change_of_what_is_reserved_or_needed_is_news() -> None:
         new = a_status()
         new["capacity"] = new["capacity"] | {name: 3}
         assert figures_differ(a_status(), new)
+
+
+def test_a_verdict_on_a_target_is_news_whatever_the_figures_say() -> None:
+    """An e2e target is judged and shown, and no condition tells of it."""
+    kept = {"slo": {"e2e": {"verdict": "Met", "measuredMilliseconds": 900}, "samples": 4}}
+    missed = {"slo": {"e2e": {"verdict": "Violated", "measuredMilliseconds": 900}, "samples": 4}}
+    assert figures_differ(kept, missed)
+    assert not figures_differ(kept, kept)
