@@ -18,6 +18,9 @@ from headway_operator.tuner.memory import Memory, from_status
 
 Json = Mapping[str, Any]
 
+MOST_MS = 99_999
+"""The resource's durations have five digits a unit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -81,7 +84,8 @@ def _edits(slo: Slo, tuning: Tuning, tuned: Limits) -> Iterator[_Edit]:
         if target is None:
             continue
         for factor in (2.0, 0.5):
-            other = replace(target, target_s=target.target_s * factor)
+            # The resource takes whole milliseconds.
+            other = replace(target, target_s=max(1, round(target.target_s * 1000 * factor)) / 1000)
             path = f"spec.slo.{name}.{target.percentile.value}"
             yield _Edit(path, _ms(target), _ms(other), slo=replace(slo, **{name: other}))
     for field, name in TUNABLES.items():
@@ -141,4 +145,8 @@ def _capacity(body: Json, resource: Resource) -> Capacity:
 
 
 def _ms(target: Target) -> str:
-    return f"{target.target_s * 1000:g}ms"
+    total_ms = round(target.target_s * 1000)
+    if total_ms <= MOST_MS:
+        return f"{total_ms}ms"
+    whole_s, rest_ms = divmod(total_ms, 1000)
+    return f"{whole_s}s" + (f"{rest_ms}ms" if rest_ms else "")

@@ -110,6 +110,13 @@ def test_the_resource_itself_is_left_as_it_was(body: dict[str, Any]) -> None:
     assert yaml.safe_dump(body) == before
 
 
+def test_edits_are_values_that_the_resource_takes(body: dict[str, Any]) -> None:
+    """Half of an odd target, and twice a very long one, could be pasted as they stand."""
+    spec = {**body["spec"], "slo": {"ttft": {"p95": "600s"}, "itl": {"p95": "25ms"}}}
+    new = {what_if.new for what_if in what_ifs({**body, "spec": spec})}
+    assert new >= {"50ms", "12ms", "1200s", "300s"}
+
+
 def test_before_anything_is_known_that_is_said(body: dict[str, Any]) -> None:
     """No status, and a status without a model."""
     (said,) = words({**body, "status": {}})
