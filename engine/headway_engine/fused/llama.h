@@ -97,7 +97,7 @@ struct Places {  // of a step's activations, all in one workspace
     const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width;
     auto take = [&](int64_t n) {
       float* at = workspace ? workspace + floats : nullptr;
-      floats += Tiles::width(n);  // each begins a cache line
+      floats += Tiles::width(n);  // each begins a whole vector
       return at;
     };
     x = take(tokens * m.hidden);

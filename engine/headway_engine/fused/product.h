@@ -23,10 +23,11 @@ constexpr int MR = 6;
 constexpr int MR = 4;
 #endif
 constexpr int NR = 2 * W;
-constexpr int AHEAD = 24;                 // how many rows of a panel are fetched before their turn
-constexpr int FETCHING = 8;               // tiles that fetch the next panel, at most: more would only fetch lines twice
+constexpr int AHEAD = 24;    // how many rows of a panel are fetched before their turn
+constexpr int FETCHING = 8;  // tiles that fetch the next panel, at most: more would only fetch lines twice
 constexpr int64_t WIDE_BYTES = 512 << 10;   // of a panel that is kept wide, at most: it shares the second cache
-constexpr int64_t BLOCK_BYTES = 512 << 10;  // tiles that meet one panel after another: they stay in the second cache
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // of tiles that meet one panel after another: they stay in that cache, too
+constexpr int LEAST_TILES = 16;             // of these, though: all weights are read once for so many
 
 enum Mode { STORE, ADD, GATE };
 
@@ -190,7 +191,7 @@ static void product(Shares& shares, int number, const Tiles& a, const T* weights
   const int k = a.columns, width = o.mode == GATE ? W : NR, panels = (o.columns + width - 1) / width;
   const int64_t size = (int64_t)k * NR;
   const int h = a.height, tiles = (rows + h - 1) / h;
-  const int most = std::max<int64_t>(1, BLOCK_BYTES / (a.width(k) * h * sizeof(float)));
+  const int most = std::max<int64_t>(LEAST_TILES, BLOCK_BYTES / (a.width(k) * h * sizeof(float)));
   const int blocks = (tiles + most - 1) / most;
   shares.go(number, blocks * panels, [&](int unit, int after) {
     const int block = unit / panels, p = unit % panels, end = (int64_t)tiles * (block + 1) / blocks;
