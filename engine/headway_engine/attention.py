@@ -47,8 +47,7 @@ not pay for it: the working set of some ten to a hundred sequences. The rest is 
 class KeyValueCache:
     """Keys and values of all layers: per layer two tensors [blocks, heads, block_tokens, width].
 
-    The memory is zeroed lazily on a CPU: untouched blocks cost nothing, and padding never reads a NaN. Blocks
-    are taken in ascending order, so the first ones are made resident at once: see RESIDENT_BYTES.
+    The memory is zeroed lazily on a CPU: untouched blocks cost nothing, and padding never reads a NaN.
     """
 
     def __init__(
@@ -64,10 +63,13 @@ class KeyValueCache:
         self.block_bytes = block_tokens * max((s.bytes_per_token(dtype) for s in shapes), default=0)
         self.keys = [_zeros((blocks, s.heads, block_tokens, s.key_width), dtype, device) for s in shapes]
         self.values = [_zeros((blocks, s.heads, block_tokens, s.value_width), dtype, device) for s in shapes]
-        if device.type == "cpu":
-            tensors = (*self.keys, *self.values)
-            share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
-            make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
+
+    def warm(self) -> None:
+        """Have the first blocks, which are taken first, backed by memory; on a CPU. To be called when the model
+        has settled: what its loading takes and gives back would come on top."""
+        tensors = [t for t in (*self.keys, *self.values) if t.device.type == "cpu"]
+        share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
+        make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
 
     def write(
         self,

@@ -266,7 +266,9 @@ class Loop:
                 blamed = ids if len(ids) == 1 else ids.intersection(getattr(error, "sequence_ids", ()))
             failed.update(dict.fromkeys(blamed, text))
             rest = tuple(chunk for chunk in part.chunks if chunk.sequence.id not in blamed)
-            parts.extend(Step(chunks) for chunks in ((rest,) if blamed and rest else ((c,) for c in rest)))
+            retries = (rest,) if blamed and rest else tuple((chunk,) for chunk in rest)
+            # Whether the blocks were wiped is not known; the first retry does it before anybody has written.
+            parts.extend(Step(chunks, wiped=() if i else part.wiped) for i, chunks in enumerate(retries))
         for request_id, message in failed.items():
             # The front end logs it at level error, with what is known of the request there.
             log.debug(fields("request-failed", id=request_id, error=message))

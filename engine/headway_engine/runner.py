@@ -74,6 +74,7 @@ class TransformersRunner(StepRunner):
         module.set_attn_implementation(PAGED)
         self._module = module
         self._compare(plain)
+        self._cache.warm()
 
     @property
     def embedding_size(self) -> int:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway_engine.fused import build, llama, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.sampler import KernelPicker
-from headway_engine.model import LoadedModel
+from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.runner import TransformersRunner, build_runner
 from support import kernels, tiny_models
@@ -79,6 +79,36 @@ def test_weights_in_their_files_type_change_no_bit(
             s = tiny_models.sequence("a", prompt, range(24), logprobs=20)
             said.append(tiny_models.advance(runner, (s, length))["a"])
         assert said[0] == said[1]
+
+
+@needs_compiler
+def test_a_wide_model_and_a_long_step_say_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in several groups of tiles, and panels too large to be kept wide."""
+    shape = "hidden=704&heads=11&kv_heads=1&intermediate=4200&layers=1&vocab=300&context=300&seed=1"
+    source = resolve(f"random://llama?{shape}", "main", default_cache_dir())
+
+    def fresh() -> LoadedModel:
+        model = load(source, dtype="float32", device="cpu", max_model_len=0, progress=lambda _: None)
+        for weight in model.module.parameters():
+            weight.data = weight.data.half().float()
+        return model
+
+    capacity = Capacity(
+        max_batch_tokens=300, max_batch_sequences=4, kv_blocks=20, block_tokens=16, max_model_tokens=300
+    )
+    prompt = [(i * 37) % 290 + 3 for i in range(280)]
+    library = build.kernels()
+    assert library is not None
+    said = []
+    for narrowest in (llama.narrowest, lambda model: model.dtype):
+        monkeypatch.setattr(llama, "narrowest", narrowest)
+        runner = FusedRunner(fresh(), capacity, library, threads=2)
+        s = tiny_models.sequence("a", prompt, range(20), logprobs=20)
+        said.append(tiny_models.advance(runner, (s, len(prompt)))["a"])
+        for _ in range(3):
+            tiny_models.advance(runner, (s, 1))
+        assert tuple(s.tokens[len(prompt) :]) == tiny_models.generated(fresh().module, prompt, 4)
+    assert said[0] == said[1]
 
 
 def test_weights_are_narrowed_only_when_nothing_is_lost() -> None:

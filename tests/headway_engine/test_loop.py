@@ -244,6 +244,29 @@ def test_a_step_that_names_its_culprit_is_repeated_once_without_it():
     assert b.events("a")[-1] == b.events("a")[-1].__class__("a", FinishReason.LENGTH)
 
 
+def test_only_the_first_retry_wipes_blocks_again():
+    """A later one would wipe what the first has written."""
+    wiped = []
+
+    def run(step):
+        wiped.append(step.wiped)
+        if len(step.chunks) > 1:
+            raise RuntimeError("out of luck")
+        return {c.sequence.id: SampledToken(7) for c in step.chunks if c.samples}
+
+    b = Bench(run=run)
+    for id in ("a", "b"):
+        b.submit(id, (1, 2, 3, 4, 5), max_tokens=9)
+    b.turn()
+    wiped.clear()
+    lost = b.scheduler.running
+    assert lost == 2
+    b.scheduler.lose([0])
+    b.turn()
+    assert wiped[0]
+    assert wiped == [wiped[0], wiped[0], ()]
+
+
 def test_a_second_culprit_takes_nobody_along():
     """It shows itself only when the first is gone: a grammar fails before logits are looked at, say."""
 

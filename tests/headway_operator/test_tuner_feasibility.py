@@ -14,7 +14,7 @@ from headway_engine.stepcost import StepCost
 from headway_operator.metrics import Observation
 from headway_operator.resource import Batching, Model, Resource, Slo, Tuning
 from headway_operator.tuner.controller import decide
-from headway_operator.tuner.feasibility import UTILISATION
+from headway_operator.tuner.feasibility import UTILISATION, Assessment, settle
 from headway_operator.tuner.memory import Feasibility, Memory
 from support.observations import CAPACITY, COST, a_histogram, a_slo, an_observation, statistics_of
 
@@ -150,3 +150,17 @@ def test_the_first_interval_weighs_no_more_than_those_after_it() -> None:
             slo, Tuning(), batching, CAPACITY, batching.limits(), memory, seen, 1000.0 + 10 * number
         ).memory
     assert memory.load.accepted_per_s == pytest.approx(2.4)
+
+
+def test_capacity_is_back_only_after_minutes_without_a_doubt() -> None:
+    """One look that finds too little begins the wait anew; a condition that flaps tells nobody anything."""
+    enough, too_little = (
+        Assessment(verdict, "") for verdict in (Feasibility.FEASIBLE, Feasibility.CAPACITY_LIMITED)
+    )
+    memory = Memory(feasibility=Feasibility.CAPACITY_LIMITED)
+    looks = [(float(at_s), enough) for at_s in range(0, 170, 10)]
+    looks += [(170.0, too_little), *((float(at_s), enough) for at_s in range(180, 360, 10))]
+    for at_s, found in looks:
+        memory = settle(memory, found, at_s)
+        assert memory.feasibility is Feasibility.CAPACITY_LIMITED
+    assert settle(memory, enough, 360.0).feasibility is Feasibility.FEASIBLE

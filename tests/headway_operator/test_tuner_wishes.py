@@ -11,8 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headway_operator.resource import Slo, Target
 from headway_operator.tuner import calm
+from headway_operator.tuner.calm import GROW, SHRINK
+from headway_operator.tuner.learn import Interval
 from headway_operator.tuner.memory import from_status, to_status
+from headway_operator.tuner.wishes import pressed_by
 from support.restless import Restless, jumps
 
 HOUR = 360
@@ -123,3 +127,26 @@ def test_what_was_learnt_about_calm_survives_a_restart_of_the_controller() -> No
     for name, course in plant.memory.courses.items():
         assert kept.courses[name].band == pytest.approx(course.band, rel=1e-4)
         assert kept.courses[name].direction == course.direction
+
+
+@pytest.mark.parametrize(
+    ("interval", "pressed"),
+    [
+        (Interval(ttft_s=0.9, itl_s=0.1), set()),
+        (Interval(ttft_s=1.1, itl_s=0.1), {("max_queued_tokens", SHRINK), ("max_batch_tokens", GROW)}),
+        (
+            Interval(ttft_s=0.9, itl_s=0.1, refused=0.1),
+            {("max_queued_tokens", GROW), ("max_batch_tokens", GROW)},
+        ),
+        (
+            Interval(ttft_s=1.1, itl_s=0.3),
+            {("max_queued_tokens", SHRINK), ("max_batch_tokens", SHRINK), ("max_batch_sequences", SHRINK)},
+        ),
+    ],
+)
+def test_what_is_missed_says_which_way_to_go_at_once(
+    interval: Interval, pressed: set[tuple[str, int]]
+) -> None:
+    """Who waits or is refused is helped by a larger budget, as long as no gap is late."""
+    slo = Slo(ttft=Target(1.0), itl=Target(0.2))
+    assert set(pressed_by(slo, interval, (), least_bad=False, room_helps=True)) == pressed

@@ -53,6 +53,7 @@ class FusedRunner(StepRunner):
         with torch.inference_mode():
             self._c_model = self._take_over(model, capacity, threads)
         self._compare(plain)
+        self._cache.warm()
 
     @property
     def embedding_size(self) -> int:

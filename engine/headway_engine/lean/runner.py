@@ -53,6 +53,7 @@ class LeanRunner(StepRunner):
                 self._graphs = self._record(capacity, recorder, sizes)
             # Padding rows and replays must be right too, and the check's prompt ends with a decode.
             self._compare(plain)
+        self._cache.warm()
         self.name = f"lean, {kernel.name if kernel else 'torch'} attention, {self.graphs} decode graphs"
 
     @property

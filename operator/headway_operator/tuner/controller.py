@@ -313,7 +313,7 @@ def _finish(
     solution = solve(slo, tuning, batching, capacity, tuned, memory, free=False)
     found = assess(slo, tuning.bounds, capacity, tuned, memory, solution, interval)
     if observation is not None and outcome.state is not State.INSUFFICIENT_TRAFFIC:
-        memory = settle(memory, found)
+        memory = settle(memory, found, now_s)
     evidence = gather(slo, memory, observation, interval, found, outcome.predicted_s, now_s)
     judgements = [t.judgement for t in (evidence.ttft, evidence.itl) if t is not None]
     if not outcome.changes and judgements and all(j is Judgement.MET for j in judgements):

@@ -37,6 +37,9 @@ TICKS_TO_FLAG = {
     Feasibility.FEASIBLE: 2,
     Feasibility.UNKNOWN: 3,
 }
+CAPACITY_IS_BACK_AFTER_S = 180.0
+"""For so long no look may find too little capacity. Near the edge looks differ, and a verdict that comes and
+goes 30 times an hour is no verdict."""
 QUEUE_IS_SHORT = 0.2
 """Share of the TTFT target under which the wait in the queue is not what makes it long."""
 
@@ -91,11 +94,17 @@ def assess(
     return Assessment(Feasibility.FEASIBLE, "a setting that meets the targets exists", total_per_s, needed)
 
 
-def settle(memory: Memory, found: Assessment) -> Memory:
-    """The memory after this finding: a verdict changes only when it is found several times in a row."""
+def settle(memory: Memory, found: Assessment, now_s: float) -> Memory:
+    """The memory after this finding: a verdict changes only when it is found several times in a row, and from
+    too little capacity to enough only after a while of that."""
     if found.verdict is memory.feasibility:
         return replace(memory, suspected=found.verdict, suspected_ticks=0)
-    ticks = memory.suspected_ticks + 1 if found.verdict is memory.suspected else 1
+    if found.verdict is not memory.suspected:
+        memory = replace(memory, suspected_ticks=0, suspected_since_s=now_s)
+    ticks = memory.suspected_ticks + 1
+    recovering = (memory.feasibility, found.verdict) == (Feasibility.CAPACITY_LIMITED, Feasibility.FEASIBLE)
+    if recovering and now_s - memory.suspected_since_s < CAPACITY_IS_BACK_AFTER_S:
+        return replace(memory, suspected=found.verdict, suspected_ticks=ticks)
     if (
         ticks >= TICKS_TO_FLAG[found.verdict]
         or memory.feasibility is Feasibility.UNKNOWN is not found.verdict

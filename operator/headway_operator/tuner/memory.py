@@ -118,6 +118,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     feasibility: Feasibility = Feasibility.UNKNOWN
     suspected: Feasibility = Feasibility.UNKNOWN
     suspected_ticks: int = 0
+    suspected_since_s: float = 0.0
     fresh_because: str = ""
 
 

@@ -32,8 +32,8 @@ def pressed_by(
     than can be served a longer queue refuses as many (`room_helps`).
     """
     found: dict[tuple[str, int], float] = {}
-    itl_late = slo.itl is not None and (interval.itl_s or 0.0) > slo.itl.target_s
-    if (itl_late or "ITL" in broken) and not least_bad:
+    itl_late = "ITL" in broken or (slo.itl is not None and (interval.itl_s or 0.0) > slo.itl.target_s)
+    if itl_late and not least_bad:
         found["max_batch_sequences", SHRINK] = HYSTERESIS
         found["max_batch_tokens", SHRINK] = 0.0 if "ITL" in broken else HYSTERESIS
     if slo.ttft is not None and interval.ttft_s is not None:
@@ -41,6 +41,9 @@ def pressed_by(
             found["max_queued_tokens", SHRINK] = QUEUE_HYSTERESIS
         elif room_helps and interval.refused > slo.ttft.percentile.miss_share:
             found["max_queued_tokens", GROW] = QUEUE_HYSTERESIS
+        waited = interval.ttft_s > slo.ttft.target_s or interval.refused > slo.ttft.percentile.miss_share
+        if waited and not itl_late:
+            found["max_batch_tokens", GROW] = HYSTERESIS
     return found
 
 
