@@ -65,8 +65,8 @@ class KeyValueCache:
         self.values = [_zeros((blocks, s.heads, block_tokens, s.value_width), dtype, device) for s in shapes]
 
     def warm(self) -> None:
-        """Have the first blocks, which are taken first, backed by memory; on a CPU. To be called when the model
-        has settled: what its loading takes and gives back would come on top."""
+        """Have the blocks that are taken first backed by memory, on a CPU. To be called when the model has
+        settled: what its loading takes and gives back would come on top."""
         tensors = [t for t in (*self.keys, *self.values) if t.device.type == "cpu"]
         share = min(1.0, RESIDENT_BYTES / max(1, sum(t.nbytes for t in tensors)))
         make_resident([(t.data_ptr(), int(t.nbytes * share)) for t in tensors], torch.get_num_threads())
