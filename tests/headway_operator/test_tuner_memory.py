@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway_engine.protocol import BatchingMode, Limits
@@ -99,6 +99,7 @@ def test_a_fresh_memory_is_nearly_nothing() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(memory=memories)
+@example(memory=Memory(queue_scale=1.000000001))
 def test_it_always_fits_and_is_stable_after_one_way_through(memory: Memory) -> None:
     text = to_status(memory)
     assert len(text.encode()) <= MAX_STATE_BYTES

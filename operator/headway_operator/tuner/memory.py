@@ -162,9 +162,10 @@ def _is_possible(memory: Memory) -> bool:
 
 
 def _encode(memory: Memory) -> str:
-    plain = msgspec.to_builtins(msgspec.structs.replace(memory, fresh_because=""))
-    defaults = msgspec.to_builtins(Memory())
-    kept = {k: _rounded(v) for k, v in plain.items() if k == "version" or v != defaults[k]}
+    # Rounded first: what rounds to its default is left out, now as after a restart.
+    plain = _rounded(msgspec.to_builtins(msgspec.structs.replace(memory, fresh_because="")))
+    defaults = _rounded(msgspec.to_builtins(Memory()))
+    kept = {k: v for k, v in plain.items() if k == "version" or v != defaults[k]}
     return msgspec.json.encode(kept).decode()
 
 
