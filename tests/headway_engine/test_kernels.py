@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_engine.attention import KeyValueCache, LayerShape
@@ -108,6 +108,7 @@ def test_attention_is_what_it_is_by_definition(chosen: str) -> None:
     """Decodes and prompts together, heads that share keys, blocks anywhere in memory."""
     library = kernels.loaded(chosen)
 
+    @settings(max_examples=40, deadline=None)
     @given(cases())
     def holds(case: Case) -> None:
         check(case, library)
