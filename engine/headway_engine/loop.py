@@ -19,6 +19,7 @@ from headway_engine.logs import Change, fields
 from headway_engine.messages import (
     Abort,
     Command,
+    Counted,
     Died,
     Drain,
     Gauges,
@@ -29,6 +30,7 @@ from headway_engine.messages import (
     StepReport,
     Stop,
     Submit,
+    gauges_of,
 )
 from headway_engine.preparation import Prepare, Prepared, Preparer
 from headway_engine.protocol import Limits
@@ -62,28 +64,8 @@ Run = Callable[[Step], Mapping[RequestId, SampledToken]]
 Inbox = queue.SimpleQueue[Command | Prepared]
 
 
-class Pool(Protocol):
-    """What the loop reads of the block pool."""
-
-    @property
-    def used_blocks(self) -> int: ...
-
-
-class Scheduler(Protocol):
+class Scheduler(Counted, Protocol):
     """What the loop asks of the scheduler. `admit` answers with a Rejected or something else."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def prefix_hit_tokens_total(self) -> int: ...
-    @property
-    def preemptions_total(self) -> int: ...
 
     def admit(self, request: Request, now_s: float) -> object: ...
     def abort(self, request_id: RequestId, now_s: float) -> Iterable[Event]: ...
@@ -331,16 +313,7 @@ class Loop:
             self._report(StepReport(at_s=self._clock(), events=events, gauges=self._gauges()))
 
     def _gauges(self) -> Gauges:
-        s = self._scheduler
-        return Gauges(
-            running=s.running,
-            waiting=s.waiting,
-            queued_tokens=s.queued_tokens,
-            kv_used_blocks=s.pool.used_blocks,
-            prefix_hit_tokens_total=s.prefix_hit_tokens_total,
-            preemptions_total=s.preemptions_total,
-            statistics=self._statistics,
-        )
+        return gauges_of(self._scheduler, self._statistics)
 
 
 def _words(error: Exception) -> str:

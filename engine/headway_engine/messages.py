@@ -5,6 +5,8 @@ is a frozen struct, encoded with MessagePack. Deltas of one step travel together
 that the front end is woken once a step and not once a token. Nothing here knows how bytes travel.
 """
 
+from typing import Protocol
+
 import msgspec
 
 from headway_engine.protocol import Capacity, Limits
@@ -94,6 +96,43 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens_total: int = 0
     preemptions_total: int = 0
     statistics: StepStatistics = StepStatistics()
+
+
+class Pool(Protocol):
+    """What gauges say of the block pool."""
+
+    @property
+    def used_blocks(self) -> int: ...
+
+
+class Counted(Protocol):
+    """What gauges say of the scheduler."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def prefix_hit_tokens_total(self) -> int: ...
+    @property
+    def preemptions_total(self) -> int: ...
+
+
+def gauges_of(scheduler: Counted, statistics: StepStatistics) -> Gauges:
+    """The scheduler's state now, beside the sums over its steps."""
+    return Gauges(
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        queued_tokens=scheduler.queued_tokens,
+        kv_used_blocks=scheduler.pool.used_blocks,
+        prefix_hit_tokens_total=scheduler.prefix_hit_tokens_total,
+        preemptions_total=scheduler.preemptions_total,
+        statistics=statistics,
+    )
 
 
 class StepReport(msgspec.Struct, frozen=True, tag="step", kw_only=True):

@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from headway_cli.traces import Arrival
-from headway_engine.messages import Gauges, StepReport
+from headway_engine.messages import Gauges, StepReport, gauges_of
 from headway_engine.protocol import Capacity, Limits, Objectives, check_limits
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import (
@@ -241,16 +241,7 @@ class SimulatedEngine:
                     journey.last_s, journey.message = now_s, event.message
 
     def _gauges(self) -> Gauges:
-        s = self._scheduler
-        return Gauges(
-            running=s.running,
-            waiting=s.waiting,
-            queued_tokens=s.queued_tokens,
-            kv_used_blocks=s.pool.used_blocks,
-            prefix_hit_tokens_total=s.prefix_hit_tokens_total,
-            preemptions_total=s.preemptions_total,
-            statistics=self._statistics,
-        )
+        return gauges_of(self._scheduler, self._statistics)
 
 
 _FATES = {

@@ -1,7 +1,6 @@
 """Paged attention against plain attention over the whole context, and what its cache promises."""
 
-import mmap
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from headway_engine import attention
 from headway_engine.attention import KeyValueCache, LayerShape, make_batch, paged_attention, slices
 from headway_engine.resident import make_resident
+from support.engine_server import resident_bytes
 
 CPU = torch.device("cpu")
 
@@ -127,20 +127,16 @@ def test_padding_of_short_contexts_reads_no_rubbish() -> None:
 def test_an_untouched_cache_takes_no_more_than_its_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 2 GiB of keys and values on a CPU, what is made resident at start, and then what is used."""
     monkeypatch.setattr(attention, "RESIDENT_BYTES", 32 << 20)
-    before = rss_bytes()
+    before = resident_bytes(os.getpid())
     cache = KeyValueCache([LayerShape(8, 64, 64)] * 8, 8192, 16, torch.bfloat16, CPU)
     assert sum(t.nbytes for t in (*cache.keys, *cache.values)) == 2 << 30
-    assert rss_bytes() - before < 16 << 20
+    assert resident_bytes(os.getpid()) - before < 16 << 20
     cache.warm()
     cache.keys[3][100] = 1.0
-    grown = rss_bytes() - before
+    grown = resident_bytes(os.getpid()) - before
     assert grown < 160 << 20  # huge pages round each of sixteen tensors up
     if make_resident([(cache.keys[0].data_ptr(), 1 << 20)], threads=1):  # the system can
         assert grown > 28 << 20
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_attention_without_its_batch_is_an_error_and_not_a_wrong_answer() -> None:

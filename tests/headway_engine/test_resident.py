@@ -1,30 +1,24 @@
 """Memory made resident ahead of its use: contents stay, and pages are there."""
 
 import mmap
-import re
-from pathlib import Path
+import os
 
 import numpy as np
 import pytest
 
 from headway_engine.resident import make_resident
+from support.engine_server import resident_bytes
 
 PAGES = 64
-
-
-def rss_kib() -> int:
-    match = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert match
-    return int(match[1])
 
 
 def test_pages_are_there_and_keep_what_they_hold() -> None:
     memory = np.zeros((64 << 20) + mmap.PAGESIZE, dtype=np.uint8)
     memory[7] = 9
-    before = rss_kib()
+    before = resident_bytes(os.getpid())
     if not make_resident([(memory.ctypes.data, memory.nbytes)], threads=2):
         pytest.skip("this system cannot populate pages")
-    assert rss_kib() - before > 60 << 10
+    assert resident_bytes(os.getpid()) - before > 60 << 20
     assert memory[7] == 9
     assert not memory[8:].any()
 

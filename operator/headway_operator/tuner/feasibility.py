@@ -102,16 +102,16 @@ def settle(memory: Memory, found: Assessment, now_s: float) -> Memory:
     if found.verdict is not memory.suspected:
         memory = replace(memory, suspected_ticks=0, suspected_since_s=now_s)
     ticks = memory.suspected_ticks + 1
-    recovering = (memory.feasibility, found.verdict) == (Feasibility.CAPACITY_LIMITED, Feasibility.FEASIBLE)
-    if recovering and now_s - memory.suspected_since_s < CAPACITY_IS_BACK_AFTER_S:
-        return replace(memory, suspected=found.verdict, suspected_ticks=ticks)
-    if (
-        ticks >= TICKS_TO_FLAG[found.verdict]
-        or memory.feasibility is Feasibility.UNKNOWN is not found.verdict
-    ):
-        bad = found.verdict in (Feasibility.BELOW_ENGINE_FLOOR, Feasibility.CAPACITY_LIMITED)
-        if not bad or ticks >= TICKS_TO_FLAG[found.verdict]:
-            return replace(memory, feasibility=found.verdict, suspected=found.verdict, suspected_ticks=0)
+    match memory.feasibility, found.verdict:
+        case Feasibility.UNKNOWN, Feasibility.FEASIBLE:
+            sure = True
+        case Feasibility.CAPACITY_LIMITED, Feasibility.FEASIBLE:
+            long_enough = now_s - memory.suspected_since_s >= CAPACITY_IS_BACK_AFTER_S
+            sure = long_enough and ticks >= TICKS_TO_FLAG[found.verdict]
+        case _:
+            sure = ticks >= TICKS_TO_FLAG[found.verdict]
+    if sure:
+        return replace(memory, feasibility=found.verdict, suspected=found.verdict, suspected_ticks=0)
     return replace(memory, suspected=found.verdict, suspected_ticks=ticks)
 
 

@@ -37,12 +37,13 @@ def pressed_by(
         found["max_batch_sequences", SHRINK] = HYSTERESIS
         found["max_batch_tokens", SHRINK] = 0.0 if "ITL" in broken else HYSTERESIS
     if slo.ttft is not None and interval.ttft_s is not None:
-        if interval.ttft_s > slo.ttft.target_s:
+        ttft_late = interval.ttft_s > slo.ttft.target_s
+        many_refused = interval.refused > slo.ttft.percentile.miss_share
+        if ttft_late:
             found["max_queued_tokens", SHRINK] = QUEUE_HYSTERESIS
-        elif room_helps and interval.refused > slo.ttft.percentile.miss_share:
+        elif many_refused and room_helps:
             found["max_queued_tokens", GROW] = QUEUE_HYSTERESIS
-        waited = interval.ttft_s > slo.ttft.target_s or interval.refused > slo.ttft.percentile.miss_share
-        if waited and not itl_late:
+        if (ttft_late or many_refused) and not itl_late:
             found["max_batch_tokens", GROW] = HYSTERESIS
     return found
 
