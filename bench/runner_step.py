@@ -18,7 +18,7 @@ import torch
 from machine import cpu_words
 from workload import MODEL
 
-from headway_engine.fused import build
+from headway_engine.fused import build, isa
 from headway_engine.fused.llama import FusedRunner, narrowest
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
@@ -132,7 +132,7 @@ def main() -> None:
                 runner.run(step)
                 if number:  # the first round warms up
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
-    print(f"{cpu_words()}, {a.threads} threads, {build.instruction_set()}, load {os.getloadavg()[0]:.1f}")
+    print(f"{cpu_words()}, {a.threads} threads, {isa.available()[0]}, load {os.getloadavg()[0]:.1f}")
     print(
         f"{loaded[0].description}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s; "
         f"ms, median (minimum) of {a.rounds}"

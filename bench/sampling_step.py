@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headway_engine.fused import build
+from headway_engine.fused import build, isa
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.sampling import Picker, TorchPicker, sample
 from headway_engine.sequence import Request, SamplingParams, Sequence
@@ -96,7 +96,7 @@ def main() -> None:
                     if number:  # the first round warms up
                         taken.setdefault((case.name, threads, name), []).append(time.perf_counter() - began_s)
     columns = [(threads, name) for name in paths(1) for threads in counts]
-    print(f"{arguments.rows} rows, {arguments.vocabulary} tokens, {build.instruction_set()}, ", end="")
+    print(f"{arguments.rows} rows, {arguments.vocabulary} tokens, {isa.available()[0]}, ", end="")
     print(f"load {os.getloadavg()[0]:.1f}; ms, median (minimum) of {arguments.rounds}")
     print("| sampling | " + " | ".join(f"{name}, {threads} thr." for threads, name in columns) + " |")
     print("|---" * (len(columns) + 1) + "|")

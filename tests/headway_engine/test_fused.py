@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headway_engine.fused import build, llama, native
+from headway_engine.fused import build, isa, llama, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
@@ -22,7 +22,7 @@ SMALL = Capacity(
     max_batch_tokens=128, max_batch_sequences=32, kv_blocks=160, block_tokens=4, max_model_tokens=97
 )
 
-needs_compiler = pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler here")
+needs_compiler = kernels.needs_compiler
 
 
 def crowd(runner: Any, architecture: str) -> None:
@@ -40,7 +40,7 @@ def crowd(runner: Any, architecture: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("architecture", ["llama", "llama-wide"])
-@pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
+@pytest.mark.parametrize("chosen", kernels.SETS)
 def test_every_instruction_set_says_what_generate_says(chosen: str, architecture: str) -> None:
     """Wide batches, so that whole tiles and every rest of one are used; what this CPU lacks is skipped."""
     library = kernels.loaded(chosen)
@@ -63,7 +63,7 @@ def rounded(architecture: str, dtype: torch.dtype) -> LoadedModel:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "llama-wide"])
-@pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
+@pytest.mark.parametrize("chosen", kernels.SETS)
 def test_weights_in_their_files_type_change_no_bit(
     chosen: str, architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,36 +222,61 @@ def test_without_a_compiler_everything_works_on_torch_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning says why it is slower; auto falls back to transformers; the answer is the same."""
-    build.kernels.cache_clear()
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADWAY_CACHE", str(tmp_path))
+        patch.setenv("CXX", str(tmp_path / "no-such-compiler"))
         with caplog.at_level(logging.WARNING, logger="headway_engine"):
             assert build.kernels() is None
-        assert "torch's own attention is used" in caplog.text
-        monkeypatch.delenv("HEADWAY_CACHE")  # the tiny model's tokenizer is not what this is about
-        runner = build_runner(tiny_models.engine_config(runner="auto"), tiny_models.fresh("llama"), SMALL)
-        assert runner.name == "transformers"
-        crowd(runner, "llama")
-    finally:
-        build.kernels.cache_clear()
+    assert "torch's own attention is used" in caplog.text
+    monkeypatch.setattr(build, "kernels", lambda: None)
+    runner = build_runner(tiny_models.engine_config(runner="auto"), tiny_models.fresh("llama"), SMALL)
+    assert runner.name == "transformers"
+    crowd(runner, "llama")
 
 
-def test_a_library_that_cannot_be_loaded_is_done_without(
+@needs_compiler
+@pytest.mark.parametrize("content", [b"no library", b"\x7fELF", None])
+def test_a_library_that_is_not_whole_is_built_anew(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A foreign file, or a library that a full disk cut short: loading that one would end the process."""
+    path = tmp_path / "kernels" / build.library_name("baseline")
+    path.parent.mkdir()
+    if content is None:
+        whole = (build.default_cache_dir() / "kernels" / path.name).read_bytes()
+        content = whole[: len(whole) // 2]
+    path.write_bytes(content)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="headway_engine"):
+        assert build.load("baseline").hw_panel_columns() > 0
+    assert "kernels-broken" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="headway_engine"):
+        build.load("baseline")
+    assert caplog.text == ""
+
+
+@needs_compiler
+def test_an_instruction_set_that_cannot_be_built_yields_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """OpenMP's runtime is missing, or the file is not whole: slower, and not dead."""
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    (folder / build.library_name(build.instruction_set())).write_bytes(b"no library")
+    """An older compiler does not know the newest instructions: that is a slower engine, and one line."""
+    best = isa.available()[0]
+    if len(isa.available()) < 2:
+        pytest.skip(f"this CPU runs {best} only")
+    compiler = tmp_path / "cxx"
+    refused = isa.INSTRUCTION_SETS[best].compiler_flags[-1]
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *{refused}*) echo "unknown {refused}" >&2; exit 1;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    build.kernels.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="headway_engine"):
-            assert build.kernels() is None
-        assert "torch's own attention is used" in caplog.text
-    finally:
-        build.kernels.cache_clear()
+    monkeypatch.setenv("CXX", str(compiler))
+    with caplog.at_level(logging.WARNING, logger="headway_engine"):
+        library = build.kernels()
+    assert library is not None
+    assert "kernels-fallback" in caplog.text
+    assert f"unknown {refused}" in caplog.text
 
 
 def test_a_compiler_that_fails_leaves_no_library_behind(
@@ -272,21 +297,16 @@ def test_a_library_built_beforehand_is_used_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How a container image without g++ gets the kernels."""
-    name = build.library_name(build.instruction_set())
+    name = build.library_name(isa.available()[0])
     shutil.copy(build.default_cache_dir() / "kernels" / name, tmp_path / name)
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv(build.KERNELS_ENV, str(tmp_path))
-    build.kernels.cache_clear()
-    try:
-        library = build.kernels()
-        assert library is not None
-        assert library._name == os.fspath(tmp_path / name)
-        monkeypatch.setenv(build.KERNELS_ENV, "off")
-        build.kernels.cache_clear()
-        assert build.kernels() is None
-    finally:
-        build.kernels.cache_clear()
+    library = build.kernels()
+    assert library is not None
+    assert library._name == os.fspath(tmp_path / name)
+    monkeypatch.setenv(build.KERNELS_ENV, "off")
+    assert build.kernels() is None
 
 
 def test_a_change_in_any_source_gives_the_library_another_name(

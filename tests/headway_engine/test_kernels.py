@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway_engine.attention import KeyValueCache, LayerShape
-from headway_engine.fused import build, native
+from headway_engine.fused import native
 from support import kernels
 
 BLOCKS = 40
@@ -72,8 +72,8 @@ def check(case: Case, library: Any) -> None:
     random.Random(case.seed).shuffle(shuffled)
     shape = LayerShape(heads=case.kv_heads, key_width=case.key_width, value_width=case.value_width)
     cache = KeyValueCache([shape], BLOCKS, case.block_tokens, case.dtype, torch.device("cpu"))
-    cache.keys[0].fill_(3.0)  # what nobody may look at
-    cache.values[0].fill_(1e6)
+    cache.keys[0].fill_(float("nan"))  # what nobody may look at
+    cache.values[0].fill_(float("nan"))
     drawn, parts = [], []
     for start, length in case.chunks:
         context = start + length
@@ -87,6 +87,7 @@ def check(case: Case, library: Any) -> None:
             cache.keys[0][block, :, offset] = keys[t].to(case.dtype)
             cache.values[0][block, :, offset] = values[t].to(case.dtype)
         query = torch.randn(length, case.kv_heads * case.group, case.key_width, generator=chance)
+        query = query.to(case.dtype).float()  # as a model of this type has them
         drawn.append((query, keys, values, start))
     step = native.spans(parts, case.block_tokens)
     batch = native.KernelBatch(native.declare(library), cache, step, case.threads)
@@ -100,10 +101,17 @@ def check(case: Case, library: Any) -> None:
     ]
     found = batch.attend(0, *rows, scaling=None)
     wanted = torch.cat([by_definition(q.double(), k.double(), v.double(), at) for q, k, v, at in drawn])
-    torch.testing.assert_close(found.reshape(wanted.shape), wanted.to(found.dtype), atol=2e-5, rtol=1e-4)
+    found = found.reshape(wanted.shape).double()
+    if case.dtype is torch.float32 or not library.hw_multiplies_bf16():
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+        return
+    # Weights may be rounded to 8 bits: so much of the largest value at worst, and far less of all of them.
+    largest = max(float(v.abs().max()) for _, _, v, _ in drawn)
+    assert (found - wanted).abs().max() <= largest / 256
+    assert (found - wanted).norm() <= 0.004 * wanted.norm()
 
 
-@pytest.mark.parametrize("chosen", list(build.INSTRUCTION_SETS))
+@pytest.mark.parametrize("chosen", kernels.SETS)
 def test_attention_is_what_it_is_by_definition(chosen: str) -> None:
     """Decodes and prompts together, heads that share keys, blocks anywhere in memory."""
     library = kernels.loaded(chosen)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway_engine import sampling
-from headway_engine.fused import build
+from headway_engine.fused import isa
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.sampling import NotFinite, Picker, TorchPicker, sample, uniform
 from headway_engine.sequence import SamplingParams, Sequence
@@ -21,7 +21,7 @@ from support.tiny_models import sequence
 VOCABULARY = 600  # more than the first tier, so that a wide cut has to look further
 
 
-PICKERS = ("torch", *build.INSTRUCTION_SETS)
+PICKERS = ("torch", *kernels.SETS)
 
 
 def picker_of(name: str, threads: int = 2) -> Picker:
@@ -435,7 +435,7 @@ def test_both_paths_draw_the_same_from_a_real_vocabulary(spread: float) -> None:
         for _ in range(4)
     ]
     numbers = [uniform(5, row) for row in range(16)]
-    ours = picker_of(build.instruction_set()).pick(logits, params, numbers)
+    ours = picker_of(isa.available()[0]).pick(logits, params, numbers)
     torchs = TorchPicker().pick(logits, params, numbers)
     for row, p, number, mine, theirs in zip(logits, params, numbers, ours, torchs, strict=True):
         exact = Exact(row.numpy(), p)
@@ -446,7 +446,7 @@ def test_both_paths_draw_the_same_from_a_real_vocabulary(spread: float) -> None:
 
 def test_the_kernels_refuse_logits_they_cannot_read() -> None:
     """C is not reached with another type, or with numbers for other rows."""
-    picker = picker_of(build.instruction_set())
+    picker = picker_of(isa.available()[0])
     params = SamplingParams(max_tokens=1)
     with pytest.raises(ValueError, match="bfloat16"):
         picker.pick(torch.zeros(1, 8).bfloat16(), [params], [0.0])
@@ -458,7 +458,7 @@ def test_the_kernels_refuse_logits_they_cannot_read() -> None:
 
 def test_logits_that_do_not_lie_row_by_row_are_read_right() -> None:
     """A slice of a wider tensor, and one that is turned over."""
-    picker = picker_of(build.instruction_set())
+    picker = picker_of(isa.available()[0])
     params = [SamplingParams(max_tokens=1)] * 3
     wide = peaked(21, 3)
     expected = wide[:, 100:300].argmax(dim=-1).tolist()

@@ -1,26 +1,23 @@
-"""The C++ kernels for tests: which instruction sets run here, and the library of each."""
+"""The C++ kernels for tests: the instruction sets of this kind of machine, and the library of each."""
 
 import ctypes
-from functools import cache
+import os
 
 import pytest
 
-from headway_engine.fused import build
+from headway_engine.fused import build, isa
+
+SETS = isa.of_machine(os.uname().machine)
+"""Every set that kernels are built for here; a test that is given one skips it where the CPU lacks it."""
+
+needs_compiler = pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler here")
 
 
-def runs_here(chosen: str) -> bool:
-    order = ["baseline", "avx2", "avx512"]
-    return order.index(chosen) <= order.index(build.instruction_set())
-
-
-@cache
 def loaded(chosen: str) -> ctypes.CDLL:
     """Built into the cache when it is not there. Skips the test where that cannot be, or cannot run."""
-    if not runs_here(chosen):
+    if chosen not in isa.runnable(os.uname().machine, isa.cpu_flags()):
         pytest.skip(f"this CPU has no {chosen}")
-    folder = build.default_cache_dir() / "kernels"
-    path = folder / build.library_name(chosen)
     try:
-        return ctypes.CDLL(str(path if path.is_file() else build.compile_into(folder, chosen)))
-    except RuntimeError as error:
-        pytest.skip(f"no kernels here: {error}")
+        return build.load(chosen)
+    except build.KernelsMissing as error:
+        pytest.skip(f"no kernels for {chosen} here: {error}")

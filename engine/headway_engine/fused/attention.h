@@ -17,7 +17,11 @@
 #include <vector>
 
 constexpr int FEW_QUERIES = 8;    // of one item: fewer than this go one by one
-constexpr int ITEM_QUERIES = 96;  // of one item, at most; more where one row has more heads
+#if HEADWAY_AMX
+constexpr int ITEM_QUERIES = 192;  // of one item, at most; more where one row has more heads
+#else
+constexpr int ITEM_QUERIES = 96;
+#endif
 constexpr int TILE = 64;          // tokens of context that many queries look at together, in whole blocks
 
 struct Chunk {  // rows first .. first + length of the step: positions start .. of one sequence
@@ -35,7 +39,7 @@ struct Cache {
 static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int group) {
   std::vector<Item> items;
   for (int c = 0; c < n; c++) {
-    int most = std::max(1, ITEM_QUERIES / group);
+    const int most = std::max(1, ITEM_QUERIES / group);
     for (int row = 0; row < chunks[c].length; row += most)
       for (int h = 0; h < kv_heads; h++)
         items.push_back({c, h, row, std::min(most, chunks[c].length - row)});
@@ -47,12 +51,23 @@ static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int 
   return items;
 }
 
-static inline int lanes_of(int queries) { return (queries + W - 1) / W * W; }
+#if HEADWAY_AMX
+constexpr int LANES = 32;  // two tiles of queries
+#else
+constexpr int LANES = W;
+#endif
+constexpr int TURNED_TOKENS = 128;  // of context that AMX tiles look at together
+
+static inline int lanes_of(int queries) { return (queries + LANES - 1) / LANES * LANES; }
 static inline int tile_of(const Cache& c) { return std::max(1, TILE / c.block_tokens) * c.block_tokens; }
 
 struct Scratch {  // of one thread; sized before the threads start, since none may throw
   std::vector<float> scores, query, keys, out;
   std::vector<float> top, sum, shrink;  // a lane per query: the running maximum and sum, and what a tile shrinks
+  std::vector<bf16> pairs;              // of queries, in bfloat16
+#if HEADWAY_AMX
+  std::vector<bf16> weights, turned;  // see attention_amx.h
+#endif
 };
 
 static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items, const Chunk* chunks, int group,
@@ -62,9 +77,9 @@ static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items
     int q = i.rows * group;
     queries = std::max(queries, (size_t)lanes_of(q));
     scores = std::max(scores, q < FEW_QUERIES ? (size_t)q * (chunks[i.chunk].start + i.row + i.rows)
-                                      : (size_t)lanes_of(q) * tile_of(c));
+                                      : (size_t)lanes_of(q) * std::max({tile_of(c), TURNED_TOKENS, c.value_width}));
   }
-  auto at_least = [](std::vector<float>& v, size_t n) {
+  auto at_least = [](auto& v, size_t n) {
     if (v.size() < n) v.resize(n);
   };
   for (Scratch& s : team) {
@@ -73,6 +88,11 @@ static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items
     at_least(s.out, queries * c.value_width);
     at_least(s.keys, (size_t)c.block_tokens * std::max(c.key_width, c.value_width));
     for (auto* lanes : {&s.top, &s.sum, &s.shrink}) at_least(*lanes, queries);
+    at_least(s.pairs, queries * c.key_width);
+#if HEADWAY_AMX
+    at_least(s.weights, queries * TURNED_TOKENS);
+    at_least(s.turned, (size_t)TURNED_TOKENS * c.value_width);
+#endif
   }
 }
 
@@ -84,25 +104,52 @@ static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float
   return to.data();
 }
 
-// scores[q][t] for the tokens of one block, few queries.
-static void score_few(const float* query, int queries, const float* keys, int tokens, int width, float* scores,
-                      int64_t stride, Soon soon) {
+// The lanes of a dot product of query and key, as many as fill whole vectors.
+static inline vf lanes_of_dot(const float* query, const bf16*, const float* key, int width) {
+  vf sum = load(query) * load(key);
+  for (int d = W; d < width; d += W) sum += load(query + d) * load(key + d);
+  return sum;
+}
+static inline vf lanes_of_dot(const float* query, const bf16* pairs, const bf16* key, int width) {
+#if HEADWAY_BF16
+  if (width % (2 * W) == 0) {
+    vf sum = vf{};
+    for (int d = 0; d < width; d += 2 * W)
+      sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(pairs + d),
+                                 (__m512bh)_mm512_loadu_si512(key + d));
+    return sum;
+  }
+#endif
+  vf sum = load(query) * load(key);
+  for (int d = W; d < width; d += W) sum += load(query + d) * load(key + d);
+  return sum;
+}
+
+static inline float dot_of(const float* query, const float* key, int width) { return dot(query, key, width); }
+static inline float dot_of(const float* query, const bf16* key, int width) {
+  float sum = 0.0f;
+  for (int d = 0; d < width; d++) sum += query[d] * widen(key[d]);
+  return sum;
+}
+
+// scores[q][t] for the tokens of one block, few queries; `pairs`: the queries in bfloat16.
+template <class T>
+static void score_few(const float* query, const bf16* pairs, int queries, const T* keys, int tokens, int width,
+                      float* scores, int64_t stride, Soon soon) {
   for (int q = 0; q < queries; q++) {
     const float* x = query + q * width;
+    const bf16* narrow_x = pairs + q * width;
     float* to = scores + q * stride;
     int t = 0;
     if (width % W == 0)
       for (; t + W <= tokens; t += W)
         store(to + t, sums_across<W>([&](int i) {
-                const float* key = keys + (int64_t)(t + i) * width;
                 soon.some();
-                vf sum = load(x) * load(key);
-                for (int d = W; d < width; d += W) sum += load(x + d) * load(key + d);
-                return sum;
+                return lanes_of_dot(x, narrow_x, keys + (int64_t)(t + i) * width, width);
               }));
     for (; t < tokens; t++) {
       soon.some();
-      to[t] = dot(x, keys + (int64_t)t * width, width);
+      to[t] = dot_of(x, keys + (int64_t)t * width, width);
     }
   }
 }
@@ -173,8 +220,8 @@ static void soften(float* scores, int tokens, int lanes, int seen, int group, Sc
   }
 }
 
-// scores[0 .. seen) become weights that sum to one; the rest up to `context` becomes zero.
-static void softmax(float* scores, int seen, int context) {
+// scores[0 .. seen), times `factor`, become weights that sum to one; the rest up to `context` becomes zero.
+static void softmax(float* scores, int seen, int context, float factor) {
   vf tops = all(-INFINITY), sums = vf{};
   int t = 0;
   for (; t + W <= seen; t += W) {
@@ -186,13 +233,13 @@ static void softmax(float* scores, int seen, int context) {
   for (; t < seen; t++) top = std::max(top, scores[t]);
   t = 0;
   for (; t + W <= seen; t += W) {
-    vf e = exp_(load(scores + t) - top);
+    vf e = exp_((load(scores + t) - top) * factor);
     store(scores + t, e);
     sums += e;
   }
   float sum = sum_of(sums);
   for (; t < seen; t++) {
-    scores[t] = exp_(all(scores[t] - top))[0];
+    scores[t] = exp_(all((scores[t] - top) * factor))[0];
     sum += scores[t];
   }
   float scale = 1.0f / sum;
@@ -206,8 +253,8 @@ struct Weights {  // of query q for token t: at[q * query + t * token]
 };
 
 // out[Q][V * W] += weights[Q][tokens] x values[tokens][V * W], from column `column` on.
-template <int Q, int V>
-static inline void weigh(const Weights& w, int q, const float* values, int tokens, int width, int column, float* out,
+template <int Q, int V, class T>
+static inline void weigh(const Weights& w, int q, const T* values, int tokens, int width, int column, float* out,
                          Soon& soon) {
   vf acc[Q][V];
   const float* weights = w.at + q * w.query;
@@ -230,7 +277,8 @@ static inline void weigh(const Weights& w, int q, const float* values, int token
     for (int v = 0; v < V; v++) store(to + i * width + v * W, acc[i][v]);
 }
 
-static void weigh_block(const Weights& w, int queries, const float* values, int tokens, int width, float* out,
+template <class T>
+static void weigh_block(const Weights& w, int queries, const T* values, int tokens, int width, float* out,
                         Soon soon = {}) {
   constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
@@ -246,7 +294,7 @@ static void weigh_block(const Weights& w, int queries, const float* values, int 
   for (; column < width; column++)
     for (int q = 0; q < queries; q++)
       for (int t = 0; t < tokens; t++)
-        out[q * width + column] += w.at[q * w.query + t * w.token] * values[t * width + column];
+        out[q * width + column] += w.at[q * w.query + t * w.token] * widen(values[t * width + column]);
 }
 
 template <class T>
@@ -259,6 +307,8 @@ struct Context {  // the keys and values that one item looks at
   int64_t place(int t) const {
     return ((int64_t)table[t / c.block_tokens] * c.kv_heads + head) * c.block_tokens;
   }
+  const T* keys_of(int t) const { return keys + place(t) * c.key_width; }
+  const T* values_of(int t) const { return values + place(t) * c.value_width; }
   const float* keys_at(int t, int n, Scratch& s) const {
     return as_floats(keys + place(t) * c.key_width, (int64_t)n * c.key_width, s.keys);
   }
@@ -278,19 +328,19 @@ struct Context {  // the keys and values that one item looks at
 };
 
 template <class T>
-static void attend_few(const Context<T>& x, int queries, int group, int context, int seen, Scratch& s) {
+static void attend_few(const Context<T>& x, int queries, int group, int context, int seen, float factor, Scratch& s) {
   const Cache& c = x.c;
   for (int t = 0; t < context; t += c.block_tokens) {
     const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens, turns = n * queries;
     const Soon soon = next < context ? x.keys_soon(next, context, turns) : x.values_soon(0, context, turns);
-    score_few(s.query.data(), queries, x.keys_at(t, n, s), n, c.key_width, s.scores.data() + t, context, soon);
+    score_few(s.query.data(), s.pairs.data(), queries, x.keys_of(t), n, c.key_width, s.scores.data() + t, context, soon);
   }
-  for (int q = 0; q < queries; q++) softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context);
+  for (int q = 0; q < queries; q++)
+    softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context, factor);
   for (int t = 0; t < context; t += c.block_tokens) {
     const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens;
     const Soon soon = next < context ? x.values_soon(next, context, n) : Soon();
-    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_at(t, n, s), n, c.value_width, s.out.data(),
-                soon);
+    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_of(t), n, c.value_width, s.out.data(), soon);
   }
 }
 
@@ -319,73 +369,4 @@ static void attend_many(const Context<T>& x, int queries, int group, int context
   }
   for (int q = 0; q < queries; q++)
     for (int v = 0; v < c.value_width; v++) s.out[(size_t)q * c.value_width + v] /= s.sum[q];
-}
-
-struct Rows {  // a plain matrix to write to
-  float* at;
-  int64_t stride;
-
-  void put(int64_t row, int column, const float* from, int n) const {
-    memcpy(at + row * stride + column, from, sizeof(float) * n);
-  }
-};
-
-// `To` has put(row, column, from, n).
-template <class T, class To>
-static void attend(const Item& item, const Chunk& chunk, const int32_t* table, const Cache& c, int group, float scale,
-                   const float* query, int64_t query_stride, const T* keys, const T* values, const To& out,
-                   Scratch& s) {
-  const int queries = item.rows * group, first = chunk.start + item.row, context = first + item.rows;
-  const bool few = queries < FEW_QUERIES;
-  const Context<T> x = {keys, values, table, c, item.head};
-  // Few: query[q][d]. Many: query[d][q], with the lanes that are left over 0.
-  const int64_t along = few ? 1 : lanes_of(queries), across = few ? c.key_width : 1;
-  if (!few) std::fill_n(s.query.begin(), along * c.key_width, 0.0f);
-  std::fill_n(s.out.begin(), (size_t)queries * c.value_width, 0.0f);
-  for (int r = 0; r < item.rows; r++) {
-    const float* from = query + (chunk.first + item.row + r) * query_stride + item.head * group * c.key_width;
-    for (int g = 0; g < group; g++)
-      for (int d = 0; d < c.key_width; d++)
-        s.query[(r * group + g) * across + d * along] = from[g * c.key_width + d] * scale;
-  }
-  if (few) attend_few(x, queries, group, context, first + 1, s);
-  else attend_many(x, queries, group, context, first + 1, s);
-  for (int r = 0; r < item.rows; r++)
-    out.put(chunk.first + item.row + r, item.head * group * c.value_width,
-            s.out.data() + (size_t)r * group * c.value_width, group * c.value_width);
-}
-
-template <class T>
-static void write_token(const float* key, const float* value, T* keys, T* values, int64_t slot, const Cache& c) {
-  int64_t block = slot / c.block_tokens, offset = slot % c.block_tokens;
-  for (int h = 0; h < c.kv_heads; h++) {
-    int64_t at = (block * c.kv_heads + h) * c.block_tokens + offset;
-    for (int i = 0; i < c.key_width; i++) narrow(key[h * c.key_width + i], keys + at * c.key_width + i);
-    for (int i = 0; i < c.value_width; i++) narrow(value[h * c.value_width + i], values + at * c.value_width + i);
-  }
-}
-
-// Write all keys and values to their slots, then attend: one team of threads for both.
-template <class T>
-static void attend_all(const Cache& c, int heads, float scale, int tokens, int n, const Chunk* chunks,
-                       const int32_t* tables, const int64_t* slots, const float* query, const float* key,
-                       const float* value, T* keys, T* values, float* out, int threads) {
-  const int group = heads / c.kv_heads;
-  const std::vector<Item> items = items_of(chunks, n, c.kv_heads, group);
-  std::vector<Scratch> team(threads);
-  make_room(team, items, chunks, group, c);
-#pragma omp parallel num_threads(threads)
-  {
-    Scratch& scratch = team[omp_get_thread_num()];
-#pragma omp for
-    for (int t = 0; t < tokens; t++)
-      write_token<T>(key + (int64_t)t * c.kv_heads * c.key_width, value + (int64_t)t * c.kv_heads * c.value_width,
-                     keys, values, slots[t], c);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); i++) {
-      const Chunk& chunk = chunks[items[i].chunk];
-      attend<T>(items[i], chunk, tables + chunk.table, c, group, scale, query, (int64_t)heads * c.key_width, keys,
-                values, Rows{out, (int64_t)heads * c.value_width}, scratch);
-    }
-  }
 }

@@ -1,8 +1,8 @@
 """Build the kernels for this CPU and load them: once per machine, into the cache, or not at all.
 
-One shared library per instruction set, compiled from one file and its headers. A library that a container
-image brings along (built by `python -m headway_engine.fused.build FOLDER`, named by HEADWAY_KERNELS) is used
-before anything is compiled. Knows nothing of models.
+One shared library per instruction set (`isa`), compiled from one file and its headers. A library that a
+container image brings along (built by `python -m headway_engine.fused.build FOLDER`, named by
+HEADWAY_KERNELS) is used before anything is compiled. Knows nothing of models.
 """
 
 import ctypes
@@ -17,8 +17,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from headway_engine.fused import isa
 from headway_engine.logs import fields
 from headway_engine.model_source import default_cache_dir
 
@@ -30,39 +29,82 @@ KERNELS_ENV = "HEADWAY_KERNELS"
 """A folder of libraries built beforehand; `off` turns the kernels off."""
 
 _BASE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
-INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "baseline": (),
-}
 _BUILD_TIMEOUT_S = 300
+_SEAL_BYTES = 32
+
+
+class KernelsMissing(Exception):
+    """There is no library for an instruction set, and none can be made; the message says why."""
+
+
+def kernels() -> ctypes.CDLL | None:
+    """The library of the best instruction set that can be had; None (with one log line) where none can.
+
+    Raises ValueError for a HEADWAY_CPU_ISA that means nothing here.
+    """
+    names = usable()
+    failures: list[str] = []
+    for name in names:
+        try:
+            library = load(name)
+        except KernelsMissing as error:
+            failures.append(f"{name}: {error}")
+            continue
+        if failures:
+            log.warning(fields("kernels-fallback", used=name, why="; ".join(failures)))
+        return library
+    if names:
+        why = "torch's own attention is used instead, which is slower"
+        log.warning(fields("kernels-missing", why=why, error="; ".join(failures)))
+    return None
+
+
+def usable() -> tuple[str, ...]:
+    """The instruction sets to try, best first; none (with a log line) when they are turned off."""
+    for variable, word in ((KERNELS_ENV, "off"), (isa.ISA_ENV, isa.NO_KERNELS)):
+        if os.environ.get(variable) == word:
+            log.info(fields("kernels", why=f"turned off by {variable}"))
+            return ()
+    return isa.available()
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library for one instruction set, built if need be. Raises KernelsMissing.
+
+    One that is not whole, or cannot be loaded, is built anew once: it may have been cut short by a full disk,
+    or lack OpenMP's runtime here.
+    """
+    file = library_name(name)
+    place = os.environ.get(KERNELS_ENV, "")
+    cached = default_cache_dir() / "kernels" / file
+    for path in ([Path(place) / file] if place else []) + [cached]:
+        if not path.is_file():
+            continue
+        try:
+            return _opened(path)
+        except OSError as error:
+            log.warning(fields("kernels-broken", file=path, error=error, next="building it again"))
+    try:
+        return _opened(compile_into(cached.parent, name))
+    except (OSError, RuntimeError) as error:
+        raise KernelsMissing(str(error)) from error
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
-    """The library for this CPU, built if need be; None (with one log line) where that cannot be."""
-    place = os.environ.get(KERNELS_ENV, "")
-    if place == "off":
-        log.info(fields("kernels", why=f"turned off by {KERNELS_ENV}"))
-        return None
-    name = library_name(instruction_set())
-    try:
-        for folder in (Path(place) if place else None, default_cache_dir() / "kernels"):
-            if folder is not None and (folder / name).is_file():
-                return ctypes.CDLL(str(folder / name))  # OSError where OpenMP's runtime is missing, say
-        return ctypes.CDLL(str(compile_into(default_cache_dir() / "kernels", instruction_set())))
-    except (OSError, RuntimeError) as error:
-        why = "torch's own attention is used instead, which is slower"
-        log.warning(fields("kernels-missing", why=why, error=error))
-        return None
+def _opened(path: Path) -> ctypes.CDLL:
+    """Raises OSError for a file that is no whole library of ours, or that the system does not let us use."""
+    content = path.read_bytes()
+    if content[-_SEAL_BYTES:] != _seal(content[:-_SEAL_BYTES]):  # loading it could end the process by SIGBUS
+        raise OSError(f"{path} is not whole, or was not built by Headway")
+    library = ctypes.CDLL(str(path))  # OSError where OpenMP's runtime is missing, say
+    if library.hw_ready():
+        raise OSError("the system does not let this process use the instruction set")
+    return library
 
 
-def instruction_set() -> str:
-    """The best of INSTRUCTION_SETS that this CPU runs, as torch sees it."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability.startswith("AVX512"):
-        return "avx512"
-    return "avx2" if capability == "AVX2" else "baseline"
+def _seal(content: bytes) -> bytes:
+    """What stands at the end of a library, behind what the loader reads."""
+    return hashlib.sha256(b"headway kernels" + content).digest()
 
 
 def library_name(chosen: str) -> str:
@@ -70,7 +112,7 @@ def library_name(chosen: str) -> str:
     digest = hashlib.sha256()
     for source in (SOURCE, *HEADERS):
         digest.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
-    digest.update(" ".join((*_BASE, *INSTRUCTION_SETS[chosen])).encode())
+    digest.update(" ".join((*_BASE, *isa.INSTRUCTION_SETS[chosen].compiler_flags)).encode())
     return f"headway-kernels-{os.uname().machine}-{chosen}-{digest.hexdigest()[:16]}.so"
 
 
@@ -81,10 +123,11 @@ def compile_into(folder: Path, chosen: str) -> Path:
         raise RuntimeError("no C++ compiler (g++ or clang++) was found")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(chosen)
+    flags = isa.INSTRUCTION_SETS[chosen].compiler_flags
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as work:
         draft = Path(work) / target.name
-        command = [*compiler.split(), *_BASE, *INSTRUCTION_SETS[chosen], str(SOURCE), "-o", str(draft)]
+        command = [*compiler.split(), *_BASE, *flags, str(SOURCE), "-o", str(draft)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S
@@ -93,6 +136,9 @@ def compile_into(folder: Path, chosen: str) -> Path:
             raise RuntimeError(f"{compiler}: {error}") from error
         if done.returncode:
             raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        with draft.open("rb+") as file:
+            seal = _seal(file.read())
+            file.write(seal)
         draft.replace(target)
     log.info(fields("kernels-built", file=target.name, seconds=round(time.monotonic() - began_s, 1)))
     return target
@@ -103,8 +149,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m headway_engine.fused.build FOLDER", file=sys.stderr)
         return 2
-    sets = INSTRUCTION_SETS if os.uname().machine in ("x86_64", "AMD64") else {"baseline": ()}
-    for chosen in sets:
+    for chosen in isa.of_machine(os.uname().machine):
         print(compile_into(Path(argv[0]), chosen))
     return 0
 

@@ -1,48 +1,65 @@
 // The kernels' C entry points: plain C, no torch headers, so that a build takes seconds.
 //
-// This file is compiled once per instruction set (-mavx512..., -mavx2 -mfma, or the baseline) and the loader picks
-// at run time. Each idea has a header of its own. Threads are OpenMP's, shared with torch. Activations are float32.
+// This file is compiled once per instruction set (see isa.py) and the loader picks at run time. Each idea has a header
+// of its own. Threads are OpenMP's, shared with torch.
 
-#include "attention.h"
+#include "attend.h"
 #include "llama.h"
-#include "product.h"
+#include "matrix.h"
 #include "sampling.h"
 
 #include <cstdint>
 #include <new>
 
+#if HEADWAY_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 extern "C" {
+
+// 0 when this process may use the instruction set. Tiles must be asked for: their registers are large.
+int32_t hw_ready() {
+#if HEADWAY_AMX
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 0 : 1;
+#else
+  return 0;
+#endif
+}
 
 int32_t hw_panel_columns() { return NR; }
 
-int64_t hw_workspace(const Model* m, int64_t tokens) {
-  return Places(*m, tokens, nullptr).floats;
+// 1 where products of bfloat16 are to be had: weights of bfloat16 are then packed as PAIRS.
+int32_t hw_multiplies_bf16() {
+#if HEADWAY_BF16
+  return 1;
+#else
+  return 0;
+#endif
 }
 
-// Panels of a row-major [n, k] matrix of `bytes` (2 or 4) an element; `to` holds ceil(n / NR) * k * NR elements.
-void hw_pack(const void* from, int32_t n, int32_t k, void* to, int32_t bytes) {
-  if (bytes == 2) pack((const uint16_t*)from, n, k, (uint16_t*)to, 0, NR);
-  else pack((const float*)from, n, k, (float*)to, 0, NR);
+int64_t hw_workspace(const Model* m, int64_t tokens) { return workspace_bytes(*m, tokens); }
+
+// Bytes of the panels of a matrix with n rows, `width` of which share a panel.
+int64_t hw_packed_bytes(int32_t element, int32_t n, int32_t k, int32_t group, int32_t width) {
+  return (int64_t)((n + width - 1) / width) * bytes_of_panel(element, k, group);
 }
 
-// Shared panels of gate and up, both [n, k]; `to` holds ceil(n / (NR / 2)) * k * NR elements.
-void hw_pack_gate_up(const void* gate, const void* up, int32_t n, int32_t k, void* to, int32_t bytes) {
-  if (bytes == 2) {
-    pack((const uint16_t*)gate, n, k, (uint16_t*)to, 0, W);
-    pack((const uint16_t*)up, n, k, (uint16_t*)to, W, W);
-  } else {
-    pack((const float*)gate, n, k, (float*)to, 0, W);
-    pack((const float*)up, n, k, (float*)to, W, W);
-  }
+// Panels of a row-major [n, k] matrix: `width` of its rows in each, from column `first` of the panel on. `from` holds
+// weights in the element's own type, or codes of one byte each, with scales and offsets [n, k / group] in half precision.
+void hw_pack(const void* from, const void* scales, const void* offsets, int32_t n, int32_t k, int32_t element,
+             int32_t group, void* to, int32_t first, int32_t width) {
+  pack_matrix(from, scales, offsets, n, k, element, group, to, first, width);
 }
+
+// to[columns] = one row of a packed matrix, in float32.
+void hw_matrix_row(const Matrix* m, int64_t row, float* to) { matrix_row(*m, row, to); }
 
 // 0, or 1 when memory ran out before anything was computed.
 int32_t hw_run(const Model* m, const Step* s) {
   try {
-    if (m->cache == BRAIN) run<bf16, bf16>(*m, *s);
-    else if (m->weights == BRAIN) run<bf16, float>(*m, *s);
-    else if (m->weights == HALF) run<f16, float>(*m, *s);
-    else run<float, float>(*m, *s);
+    run(*m, *s);
   } catch (const std::bad_alloc&) {
     return 1;
   }

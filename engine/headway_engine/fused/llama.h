@@ -3,8 +3,8 @@
 // Structures here and in `native.py` must be the same.
 #pragma once
 
-#include "attention.h"
-#include "product.h"
+#include "attend.h"
+#include "matrix.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 extern "C" {
 
 struct Layer {
-  const void *qkv, *o, *gate_up, *down;  // panels
+  Matrix qkv, o, gate_up, down;  // gate_up: panels that both share
   const float *norm_in, *norm_mid;
   const float *qkv_bias, *o_bias, *query_norm, *key_norm;  // or null
   void *keys, *values;
@@ -22,15 +22,13 @@ struct Layer {
 
 struct Model {
   int32_t layers, hidden, heads, kv_heads, width, inner, vocabulary, block_tokens, threads;
-  int32_t weights, cache;  // an Element each; the cache is not HALF
+  int32_t short_cache;  // keys and values are bfloat16, else float32
+  int32_t short_sums;   // products may be of bfloat16 and of integers, else of float32 only
   float epsilon, scale;
   const Layer* layer;
-  const void* head;       // panels
-  const void* embedding;  // [vocabulary, hidden]; null: read from the head's panels (tied)
+  Matrix head, embedding;  // embedding: the head again where they are tied
   const float *norm, *cosines, *sines;  // cosines, sines: [positions, width / 2]
 };
-
-enum Element : int32_t { SINGLE, BRAIN, HALF };  // float32, bfloat16, half precision
 
 struct Step {
   int32_t tokens, chunks, samples, pooled;
@@ -38,9 +36,9 @@ struct Step {
   const int64_t* slots;  // block * block_tokens + offset
   const Chunk* chunk;
   const int32_t *tables, *sampled, *pooled_rows;
-  float* logits;     // [samples, vocabulary]
-  float* states;     // [pooled, hidden] what the head reads, of pooled_rows
-  float* workspace;  // hw_workspace floats
+  float* logits;    // [samples, vocabulary]
+  float* states;    // [pooled, hidden] what the head reads, of pooled_rows
+  void* workspace;  // hw_workspace bytes
 };
 }
 
@@ -53,12 +51,12 @@ static void rms_norm(const float* x, const float* weight, float epsilon, int n, 
   for (; i < n; i++) to[i] = weight[i] * (x[i] * scale);
 }
 
-static void rms_norm(const float* x, const float* weight, float epsilon, const Tiles& to, int64_t row) {
+template <class A>
+static void rms_norm(const float* x, const float* weight, float epsilon, const Tiles<A>& to, int64_t row) {
   const float scale = rms_scale(x, epsilon, to.columns);
-  float* part = to.row(row);
   int i = 0;
-  for (; i + W <= to.columns; i += W, part += to.step()) store(part, load(weight + i) * (load(x + i) * scale));
-  for (; i < to.columns; i++) part[i % W] = weight[i] * (x[i] * scale);
+  for (; i + W <= to.columns; i += W) store(to.place(row, i), load(weight + i) * (load(x + i) * scale));
+  for (; i < to.columns; i++) narrow(weight[i] * (x[i] * scale), to.place(row, i));
 }
 
 static void rotate(float* x, const float* cosines, const float* sines, int half) {
@@ -75,36 +73,31 @@ static void rotate(float* x, const float* cosines, const float* sines, int half)
   }
 }
 
-template <class T>
-static void embed(const Model& m, int32_t id, float* to) {
-  if (m.embedding) {
-    const T* row = (const T*)m.embedding + (int64_t)id * m.hidden;
-    for (int i = 0; i < m.hidden; i++) to[i] = widen(row[i]);
-  } else {
-    const T* column = (const T*)m.head + (int64_t)(id / NR) * m.hidden * NR + id % NR;
-    for (int i = 0; i < m.hidden; i++) to[i] = widen(column[(int64_t)i * NR]);
-  }
-}
+// Of a step's activations, all in one workspace.
+template <class A>
+struct Places {
+  float* x;         // [tokens, hidden]
+  Tiles<A> normed;  // [tokens, hidden]
+  float* qkv;       // [tokens, q_width + 2 * kv_width]
+  Tiles<A> attended, inner;
+  int64_t bytes;
 
-struct Places {  // of a step's activations, all in one workspace
-  float* x;      // [tokens, hidden]
-  Tiles normed;  // [tokens, hidden]
-  float* qkv;    // [tokens, q_width + 2 * kv_width]
-  Tiles attended, inner;
-  int64_t floats;
-
-  Places(const Model& m, int64_t tokens, float* workspace) : floats(0) {  // null: only counts
+  Places(const Model& m, int64_t tokens, void* workspace) : bytes(0) {  // null: only counts
     const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width;
-    auto take = [&](int64_t n) {
-      float* at = workspace ? workspace + floats : nullptr;
-      floats += Tiles::width(n);  // each begins a whole vector
+    auto take = [&](int64_t n) {  // each begins a cache line
+      char* at = workspace ? (char*)workspace + bytes : nullptr;
+      bytes += (n + LINE - 1) / LINE * LINE;
       return at;
     };
-    x = take(tokens * m.hidden);
-    normed = Tiles{take(Tiles::floats(tokens, m.hidden)), m.hidden, 1}.of(tokens);
-    qkv = take(tokens * (q_width + 2 * kv_width));
-    attended = Tiles{take(Tiles::floats(tokens, q_width)), q_width, 1}.of(tokens);
-    inner = Tiles{take(Tiles::floats(tokens, m.inner)), m.inner, 1}.of(tokens);
+    auto floats = [&](int64_t columns) { return (float*)take(tokens * columns * (int64_t)sizeof(float)); };
+    auto tiles = [&](int columns) {
+      return Tiles<A>{(A*)take(Tiles<A>::elements(tokens, columns) * (int64_t)sizeof(A)), columns, 1}.of(tokens);
+    };
+    x = floats(m.hidden);
+    normed = tiles(m.hidden);
+    qkv = floats(q_width + 2 * kv_width);
+    attended = tiles(q_width);
+    inner = tiles(m.inner);
   }
 };
 
@@ -136,96 +129,180 @@ struct Read {
   }
 };
 
+template <class A>
 struct Placed {  // rows that are written somewhere else
-  const Tiles& to;
+  const Tiles<A>& to;
   const int32_t* place;
 
   void put(int64_t row, int column, const float* from, int n) const { to.put(place[row], column, from, n); }
 };
 
-// T: of weights. C: of keys and values.
-template <class T, class C>
-static void run(const Model& m, const Step& s) {
-  const int q_width = m.heads * m.width, kv_width = m.kv_heads * m.width, all_width = q_width + 2 * kv_width;
-  const int64_t tokens = s.tokens;
-  const Places places(m, tokens, s.workspace);
-  float *x = places.x, *qkv = places.qkv;
-  const Cache cache = {m.kv_heads, m.block_tokens, m.width, m.width};
-  const int group = m.heads / m.kv_heads;
-  const Read read(s);
-  const std::vector<Item> items = items_of(s.chunk, s.chunks, m.kv_heads, group);
-  const std::vector<Item> last = items_of(read.chunks.data(), (int)read.chunks.size(), m.kv_heads, group);
-  std::vector<Scratch> team(m.threads);
-  make_room(team, items, s.chunk, group, cache);
-  make_room(team, last, read.chunks.data(), group, cache);
-  Shares shares(4 * m.layers + 1, m.threads);
-  const int64_t wide_each = std::max({wide_floats(m.hidden), wide_floats(q_width), wide_floats(m.inner)});
-  std::vector<float> all_wide(sizeof(T) < sizeof(float) ? wide_each * m.threads : 0);
-#pragma omp parallel num_threads(m.threads)
-  {
-    Scratch& scratch = team[omp_get_thread_num()];
-    float* wide = all_wide.data() + (all_wide.empty() ? 0 : wide_each * omp_get_thread_num());
-    Tiles normed = places.normed, attended = places.attended, inner = places.inner;
-    int64_t n = tokens;
-#pragma omp for
-    for (int64_t t = 0; t < n; t++) embed<T>(m, s.ids[t], x + t * m.hidden);
-    for (int l = 0; l < m.layers; l++) {
-      const Layer& y = m.layer[l];
-      C *keys = (C*)y.keys, *values = (C*)y.values;
-#pragma omp for
-      for (int64_t t = 0; t < n; t++)
-        rms_norm(x + t * m.hidden, y.norm_in, m.epsilon, normed, t);
-      product<T>(shares, 4 * l, normed, (const T*)y.qkv, n, {qkv, all_width, y.qkv_bias, all_width, STORE}, wide);
-#pragma omp for
-      for (int64_t t = 0; t < n; t++) {
-        float* row = qkv + t * all_width;
-        const float *c = m.cosines + (int64_t)s.positions[t] * (m.width / 2),
-                    *z = m.sines + (int64_t)s.positions[t] * (m.width / 2);
-        for (int h = 0; h < m.heads + m.kv_heads; h++) {
-          float* head = row + h * m.width;
-          const float* norm = h < m.heads ? y.query_norm : y.key_norm;
-          if (norm) rms_norm(head, norm, m.epsilon, m.width, head);
-          rotate(head, c, z, m.width / 2);
-        }
-        write_token<C>(row + q_width, row + q_width + kv_width, keys, values, s.slots[t], cache);
-      }
-      if (l < m.layers - 1) {
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < items.size(); i++) {
-          const Chunk& chunk = s.chunk[items[i].chunk];
-          attend<C>(items[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values,
-                    attended, scratch);
-        }
-      } else {
-        n = (int64_t)read.rows.size();
-        normed = normed.of(n), attended = attended.of(n), inner = inner.of(n);
-        const Placed out = {attended, read.place.data()};
-#pragma omp single
-        for (int64_t t = 0; t < n; t++)  // in order, so that no row is overwritten before it is read
-          if (read.rows[t] != t) std::copy_n(x + read.rows[t] * (int64_t)m.hidden, m.hidden, x + t * m.hidden);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < last.size(); i++) {
-          const Chunk& chunk = read.chunks[last[i].chunk];
-          attend<C>(last[i], chunk, s.tables + chunk.table, cache, group, m.scale, qkv, all_width, keys, values, out,
-                    scratch);
-        }
-      }
-      product<T>(shares, 4 * l + 1, attended, (const T*)y.o, n, {x, m.hidden, y.o_bias, m.hidden, ADD}, wide);
-#pragma omp for
-      for (int64_t t = 0; t < n; t++)
-        rms_norm(x + t * m.hidden, y.norm_mid, m.epsilon, normed, t);
-      product<T>(shares, 4 * l + 2, normed, (const T*)y.gate_up, n,
-                 {inner.at, inner.height, nullptr, m.inner, GATE}, wide);
-      product<T>(shares, 4 * l + 3, inner, (const T*)y.down, n, {x, m.hidden, nullptr, m.hidden, ADD}, wide);
-    }
-#pragma omp for
-    for (int i = 0; i < s.pooled; i++)
-      rms_norm(x + (int64_t)read.pooled[i] * m.hidden, m.norm, m.epsilon, m.hidden, s.states + (int64_t)i * m.hidden);
-    normed = normed.of(s.samples);
-#pragma omp for
-    for (int i = 0; i < s.samples; i++)
-      rms_norm(x + (int64_t)read.sampled[i] * m.hidden, m.norm, m.epsilon, normed, i);
-    product<T>(shares, 4 * m.layers, normed, (const T*)m.head, s.samples,
-               {s.logits, m.vocabulary, nullptr, m.vocabulary, STORE}, wide);
+// A: of activations. C: of keys and values. Every stage is called by every thread of a team and ends in a barrier.
+template <class A, class C>
+class Forward {
+ public:
+  Forward(const Model& m, const Step& s)
+      : m_(m), s_(s), q_width_(m.heads * m.width), kv_width_(m.kv_heads * m.width),
+        all_width_(q_width_ + 2 * kv_width_), group_(m.heads / m.kv_heads),
+        cache_{m.kv_heads, m.block_tokens, m.width, m.width}, places_(m, s.tokens, s.workspace), read_(s),
+        items_(items_of(s.chunk, s.chunks, m.kv_heads, group_)),
+        last_items_(items_of(read_.chunks.data(), (int)read_.chunks.size(), m.kv_heads, group_)),
+        team_(m.threads), shares_(4 * m.layers + 1, m.threads) {
+    make_room(team_, items_, s.chunk, group_, cache_);
+    make_room(team_, last_items_, read_.chunks.data(), group_, cache_);
+    for (int l = 0; l < m.layers; l++)
+      for (const Matrix* matrix : {&m.layer[l].qkv, &m.layer[l].o, &m.layer[l].gate_up, &m.layer[l].down})
+        bench_.make_room(*matrix, m.threads);
+    bench_.make_room(m.head, m.threads);
   }
+
+  void run() {
+#pragma omp parallel num_threads(m_.threads)
+    {
+      Tiles<A> normed = places_.normed, attended = places_.attended, inner = places_.inner;
+      int64_t rows = s_.tokens;
+      normed.clear_rest(rows);
+      attended.clear_rest(rows);
+      inner.clear_rest(rows);
+      embed();
+      for (int l = 0; l < m_.layers; l++) {
+        const Layer& layer = m_.layer[l];
+        norm(layer.norm_in, rows, normed);
+        multiply(shares_, 4 * l, normed, layer.qkv, rows, rows_of(places_.qkv, all_width_, layer.qkv_bias, STORE),
+                 bench_, m_.short_sums);
+        rotate_and_keep(layer);
+        if (l < m_.layers - 1) {
+          attend_items(layer, items_, s_.chunk, attended);
+        } else {
+          rows = (int64_t)read_.rows.size();
+          normed = normed.of(rows), attended = attended.of(rows), inner = inner.of(rows);
+          attended.clear_rest(rows);  // tiles of another height lie elsewhere
+          inner.clear_rest(rows);
+          normed.clear_rest(rows);
+          move_up();
+          attend_items(layer, last_items_, read_.chunks.data(), Placed<A>{attended, read_.place.data()});
+        }
+        multiply(shares_, 4 * l + 1, attended, layer.o, rows, rows_of(places_.x, m_.hidden, layer.o_bias, ADD), bench_,
+                 m_.short_sums);
+        norm(layer.norm_mid, rows, normed);
+        multiply(shares_, 4 * l + 2, normed, layer.gate_up, rows,
+                 Out<A>{nullptr, 0, nullptr, m_.inner, GATE, inner}, bench_, m_.short_sums);
+        multiply(shares_, 4 * l + 3, inner, layer.down, rows, rows_of(places_.x, m_.hidden, nullptr, ADD), bench_,
+                 m_.short_sums);
+      }
+      give_states();
+      give_logits(normed);
+      tiles_release();
+    }
+  }
+
+ private:
+  static Out<A> rows_of(float* to, int width, const float* bias, Mode mode) {
+    return {to, width, bias, width, mode, Tiles<A>{nullptr, 1, 1}};
+  }
+
+  void embed() {
+#pragma omp for
+    for (int64_t t = 0; t < s_.tokens; t++) matrix_row(m_.embedding, s_.ids[t], places_.x + t * m_.hidden);
+  }
+
+  void norm(const float* weight, int64_t rows, const Tiles<A>& to) {
+#pragma omp for
+    for (int64_t t = 0; t < rows; t++) rms_norm(places_.x + t * m_.hidden, weight, m_.epsilon, to, t);
+  }
+
+  // Queries and keys take their positions; keys and values go to their slots.
+  void rotate_and_keep(const Layer& layer) {
+    const int half = m_.width / 2;
+#pragma omp for
+    for (int64_t t = 0; t < s_.tokens; t++) {
+      float* row = places_.qkv + t * all_width_;
+      const int64_t position = s_.positions[t];
+      for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
+        float* head = row + h * m_.width;
+        const float* weight = h < m_.heads ? layer.query_norm : layer.key_norm;
+        if (weight) rms_norm(head, weight, m_.epsilon, m_.width, head);
+        rotate(head, m_.cosines + position * half, m_.sines + position * half, half);
+      }
+      write_token<C>(row + q_width_, row + q_width_ + kv_width_, (C*)layer.keys, (C*)layer.values, s_.slots[t],
+                     cache_);
+    }
+  }
+
+  template <class To>
+  void attend_items(const Layer& layer, const std::vector<Item>& items, const Chunk* chunks, const To& to) {
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); i++) {
+      const Chunk& chunk = chunks[items[i].chunk];
+      attend<C>(items[i], chunk, s_.tables + chunk.table, cache_, group_, m_.scale, places_.qkv, all_width_,
+                (const C*)layer.keys, (const C*)layer.values, to, team_[omp_get_thread_num()]);
+    }
+  }
+
+  // From now on `x` has the rows that are read only.
+  void move_up() {
+#pragma omp single
+    for (size_t t = 0; t < read_.rows.size(); t++)  // in order, so that no row is overwritten before it is read
+      if (read_.rows[t] != (int32_t)t)
+        std::copy_n(places_.x + read_.rows[t] * (int64_t)m_.hidden, m_.hidden, places_.x + t * m_.hidden);
+  }
+
+  void give_states() {
+#pragma omp for
+    for (int i = 0; i < s_.pooled; i++)
+      rms_norm(places_.x + (int64_t)read_.pooled[i] * m_.hidden, m_.norm, m_.epsilon, m_.hidden,
+               s_.states + (int64_t)i * m_.hidden);
+  }
+
+  void give_logits(Tiles<A> normed) {
+    normed = normed.of(s_.samples);
+    normed.clear_rest(s_.samples);
+#pragma omp for
+    for (int i = 0; i < s_.samples; i++)
+      rms_norm(places_.x + (int64_t)read_.sampled[i] * m_.hidden, m_.norm, m_.epsilon, normed, i);
+    multiply(shares_, 4 * m_.layers, normed, m_.head, s_.samples, rows_of(s_.logits, m_.vocabulary, nullptr, STORE),
+             bench_, m_.short_sums);
+  }
+
+  const Model& m_;
+  const Step& s_;
+  const int q_width_, kv_width_, all_width_, group_;
+  const Cache cache_;
+  const Places<A> places_;
+  const Read read_;
+  const std::vector<Item> items_, last_items_;
+  std::vector<Scratch> team_;  // a thread's each
+  Shares shares_;
+  Workbench bench_;
+};
+
+// Whether a step's activations are bfloat16: where products are, but for few rows with quantized weights, which are
+// multiplied as integers.
+static bool short_activations(const Model& m, int64_t tokens) {
+#if HEADWAY_BF16
+  return m.short_sums && (!in_groups(m.layer[0].qkv) || tokens > FEW_ROWS);
+#else
+  (void)m, (void)tokens;
+  return false;
+#endif
+}
+
+static int64_t workspace_bytes(const Model& m, int64_t tokens) {
+  const int64_t floats = Places<float>(m, tokens, nullptr).bytes;
+#if HEADWAY_BF16
+  return std::max(floats, Places<bf16>(m, tokens, nullptr).bytes);
+#else
+  return floats;
+#endif
+}
+
+static void run(const Model& m, const Step& s) {
+#if HEADWAY_BF16
+  if (short_activations(m, s.tokens)) {
+    Forward<bf16, bf16>(m, s).run();
+    return;
+  }
+#endif
+  if (m.short_cache) Forward<float, bf16>(m, s).run();
+  else Forward<float, float>(m, s).run();
 }

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from headway_engine.fused import native
+from headway_engine.fused.packing import Packer
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.logs import fields
@@ -45,10 +46,11 @@ class FusedRunner(StepRunner):
         super().__init__(model, capacity, KernelPicker(library, threads))
         plain = plain_logits(model, capacity)
         self._library = native.declare(library)
-        self._kept: list[Any] = []  # what C points to
-        self._stored = narrowest(model)
-        log.info(fields("runner", runner="fused", weights=self._stored, computes=model.dtype))
-        self._workspace = torch.empty(0)
+        self._packer = Packer(self._library)
+        stored = narrowest(model)
+        self._dense = self._packer.dense(stored, short=model.dtype is torch.bfloat16)
+        log.info(fields("runner", runner="fused", weights=stored, computes=model.dtype))
+        self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         with torch.inference_mode():
             self._c_model = self._take_over(model, capacity, threads)
@@ -77,7 +79,7 @@ class FusedRunner(StepRunner):
             raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
         need = self._library.hw_workspace(self._c_model, spans.tokens)
         if self._workspace.numel() < need:
-            self._workspace = torch.empty(need)
+            self._workspace = torch.empty(need, dtype=torch.uint8)
         if self._logits.numel() < len(sampled) * vocabulary:
             self._logits = torch.empty(len(sampled) * vocabulary)
         # The same memory for every step: new memory would have to be zeroed by the system first.
@@ -109,14 +111,15 @@ class FusedRunner(StepRunner):
         config, base = model.config, module.model
         tied = module.lm_head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
         first = base.layers[0].self_attn
-        layers = (native.CLayer * len(base.layers))()
+        self._layers = (native.CLayer * len(base.layers))()
         for i, layer in enumerate(base.layers):
-            layers[i] = self._layer(layer, self._cache.keys[i], self._cache.values[i])
+            self._layers[i] = self._layer(layer, self._cache.keys[i], self._cache.values[i])
         positions = torch.arange(capacity.max_model_tokens)[None]
         cosines, sines = base.rotary_emb(torch.zeros(1), position_ids=positions)
         half = first.head_dim // 2
-        head = self._panels(module.lm_head.weight)
-        embedding = None if tied else self._keep(self._narrow(base.embed_tokens.weight))
+        vocabulary = module.lm_head.weight.shape[0]
+        head = self._packer.matrix(module.lm_head.weight, self._dense)
+        embedding = head if tied else self._packer.matrix(base.embed_tokens.weight, self._dense)
         c_model = native.CModel(
             layers=len(base.layers),
             hidden=config.hidden_size,
@@ -124,74 +127,45 @@ class FusedRunner(StepRunner):
             kv_heads=config.num_key_value_heads,
             width=first.head_dim,
             inner=config.intermediate_size,
-            vocabulary=module.lm_head.weight.shape[0],
+            vocabulary=vocabulary,
             block_tokens=capacity.block_tokens,
             threads=threads,
-            weights=native.ELEMENTS[self._stored],
-            cache=native.ELEMENTS[model.dtype],
+            short_cache=model.dtype is torch.bfloat16,
+            short_sums=model.dtype is torch.bfloat16,
             epsilon=config.rms_norm_eps,
             scale=first.scaling,
-            layer=cast(layers, POINTER(native.CLayer)),
+            layer=cast(self._layers, POINTER(native.CLayer)),
             head=head,
             embedding=embedding,
-            norm=self._floats(base.norm.weight),
-            cosines=self._floats(cosines[0, :, :half]),
-            sines=self._floats(sines[0, :, :half]),
+            norm=self._packer.floats(base.norm.weight),
+            cosines=self._packer.floats(cosines[0, :, :half]),
+            sines=self._packer.floats(sines[0, :, :half]),
         )
-        self._kept.append(layers)
-        _empty(module.lm_head.weight, *([base.embed_tokens.weight] if tied else []))
+        _empty(module.lm_head.weight, base.embed_tokens.weight)
         return c_model
 
     def _layer(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> native.CLayer:
         attention, mlp = layer.self_attn, layer.mlp
+        packer, dense = self._packer, self._dense
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [p.bias for p in projections]
         c_layer = native.CLayer(
-            qkv=self._panels(torch.cat([p.weight for p in projections])),
-            o=self._panels(attention.o_proj.weight),
-            gate_up=self._gate_up(mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=self._panels(mlp.down_proj.weight),
-            norm_in=self._floats(layer.input_layernorm.weight),
-            norm_mid=self._floats(layer.post_attention_layernorm.weight),
-            qkv_bias=None if biases[0] is None else self._floats(torch.cat(biases)),
-            o_bias=None if attention.o_proj.bias is None else self._floats(attention.o_proj.bias),
-            query_norm=self._floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
-            key_norm=self._floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
+            qkv=packer.matrix(torch.cat([p.weight for p in projections]), dense),
+            o=packer.matrix(attention.o_proj.weight, dense),
+            gate_up=packer.pair(mlp.gate_proj.weight, mlp.up_proj.weight, dense),
+            down=packer.matrix(mlp.down_proj.weight, dense),
+            norm_in=packer.floats(layer.input_layernorm.weight),
+            norm_mid=packer.floats(layer.post_attention_layernorm.weight),
+            qkv_bias=None if biases[0] is None else packer.floats(torch.cat(biases)),
+            o_bias=None if attention.o_proj.bias is None else packer.floats(attention.o_proj.bias),
+            query_norm=packer.floats(attention.q_norm.weight) if hasattr(attention, "q_norm") else None,
+            key_norm=packer.floats(attention.k_norm.weight) if hasattr(attention, "k_norm") else None,
             keys=keys.data_ptr(),
             values=values.data_ptr(),
         )
         linears = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         _empty(*(linear.weight for linear in linears))
         return c_layer
-
-    def _panels(self, weight: torch.Tensor) -> int:
-        """Pack [n, k] for the kernels and keep it; its address."""
-        n, k = weight.shape
-        columns = self._library.hw_panel_columns()
-        packed = torch.empty(-(-n // columns) * k * columns, dtype=self._stored)
-        source = self._narrow(weight)
-        self._library.hw_pack(source.data_ptr(), n, k, packed.data_ptr(), packed.itemsize)
-        return self._keep(packed)
-
-    def _gate_up(self, gate: torch.Tensor, up: torch.Tensor) -> int:
-        n, k = gate.shape
-        columns = self._library.hw_panel_columns()
-        packed = torch.empty(-(-n // (columns // 2)) * k * columns, dtype=self._stored)
-        sources = (self._narrow(gate), self._narrow(up))
-        self._library.hw_pack_gate_up(
-            *(s.data_ptr() for s in sources), n, k, packed.data_ptr(), packed.itemsize
-        )
-        return self._keep(packed)
-
-    def _narrow(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.detach().to(self._stored).contiguous()
-
-    def _floats(self, tensor: torch.Tensor) -> int:
-        return self._keep(tensor.detach().float().contiguous())
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
 
 def narrowest(model: LoadedModel) -> torch.dtype:

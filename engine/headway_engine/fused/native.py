@@ -4,6 +4,7 @@ Layouts here and there must be the same. Calls release the interpreter lock. Kno
 """
 
 import ctypes
+import enum
 from collections.abc import Sequence as Seq
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -30,9 +31,30 @@ class CCache(ctypes.Structure):
     )
 
 
+class Element(enum.IntEnum):
+    """How a packed matrix holds its weights: C's Element."""
+
+    SINGLE = 0
+    BRAIN = 1
+    HALF = 2
+    PAIRS = 3
+    FOUR = 4
+    FOUR_OFFSET = 5
+    EIGHT = 6
+    EIGHT_OFFSET = 7
+
+
+class CMatrix(ctypes.Structure):
+    _fields_ = (
+        ("panels", c_void_p),
+        *((name, c_int32) for name in ("rows", "columns", "element", "group")),
+    )
+
+
 class CLayer(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "norm_in", "norm_mid")),
+        *((name, CMatrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("norm_in", "norm_mid")),
         *((name, c_void_p) for name in ("qkv_bias", "o_bias", "query_norm", "key_norm", "keys", "values")),
     )
 
@@ -40,11 +62,13 @@ class CLayer(ctypes.Structure):
 class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "width", "inner")),
-        *((name, c_int32) for name in ("vocabulary", "block_tokens", "threads", "weights", "cache")),
+        *((name, c_int32) for name in ("vocabulary", "block_tokens", "threads", "short_cache", "short_sums")),
         ("epsilon", c_float),
         ("scale", c_float),
         ("layer", POINTER(CLayer)),
-        *((name, c_void_p) for name in ("head", "embedding", "norm", "cosines", "sines")),
+        ("head", CMatrix),
+        ("embedding", CMatrix),
+        *((name, c_void_p) for name in ("norm", "cosines", "sines")),
     )
 
 
@@ -55,9 +79,6 @@ class CStep(ctypes.Structure):
         *((name, c_void_p) for name in ("pooled_rows", "logits", "states", "workspace")),
     )
 
-
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""C's Element."""
 
 WISH = np.dtype(
     [("uniform", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("warmth", "f4"), ("top_k", "i4")], align=True
@@ -105,10 +126,15 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.hw_panel_columns.restype = c_int32
     library.hw_workspace.argtypes = (POINTER(CModel), c_int64)
     library.hw_workspace.restype = c_int64
-    library.hw_pack.argtypes = (c_void_p, c_int32, c_int32, c_void_p, c_int32)
+    library.hw_multiplies_bf16.restype = c_int32
+    library.hw_packed_bytes.argtypes = (c_int32,) * 5
+    library.hw_packed_bytes.restype = c_int64
+    library.hw_pack.argtypes = (
+        *(c_void_p,) * 3, *(c_int32,) * 4, c_void_p, c_int32, c_int32,
+    )  # fmt: skip
     library.hw_pack.restype = None
-    library.hw_pack_gate_up.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_int32)
-    library.hw_pack_gate_up.restype = None
+    library.hw_matrix_row.argtypes = (POINTER(CMatrix), c_int64, c_void_p)
+    library.hw_matrix_row.restype = None
     library.hw_run.argtypes = (POINTER(CModel), POINTER(CStep))
     library.hw_run.restype = c_int32
     library.hw_attend.argtypes = (

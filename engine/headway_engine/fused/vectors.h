@@ -11,6 +11,13 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#define HEADWAY_AMX 1  // there are matrix tiles
+#endif
+#if defined(__AVX512BF16__)
+#define HEADWAY_BF16 1  // there are products of bfloat16
+#endif
+
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX2__)
@@ -44,6 +51,15 @@ static inline vf load(const f16* p) {
 #endif
 }
 static inline void store(float* p, vf v) { *(vf*)p = v; }
+// To nearest, ties to even; NaN stays NaN.
+static inline void store(bf16* p, vf v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  *(vh*)p = __builtin_convertvector(v == v ? rounded : (u >> 16) | 0x40, vh);
+#endif
+}
 static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, so that could not be folded
 
 // Memory that is needed soon, asked for bit by bit while something else is computed: a core has few requests open at
