@@ -140,7 +140,6 @@ static void soften_to_pairs(float* scores, int tokens, int padded, int lanes, in
     const int hidden = t >= tokens ? lanes : std::min(lanes, (t - seen + 1) * group);
     std::fill_n(scores + (int64_t)t * lanes, hidden, -INFINITY);
   }
-  const __m512i low = order_of_pairs(0);
   const __m512 times = _mm512_set1_ps(factor);
   for (int lane = 0; lane < lanes; lane += 16) {
     const __m512 before = _mm512_loadu_ps(&s.top[lane]);
@@ -159,8 +158,8 @@ static void soften_to_pairs(float* scores, int tokens, int padded, int lanes, in
       const __m512 odd = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(at + lanes), times, least));
       sum = _mm512_add_ps(sum, even);
       odd_sum = _mm512_add_ps(odd_sum, odd);
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);  // 16 even ones, then 16 odd ones
-      _mm512_storeu_si512(&s.weights[((size_t)t / 2 * lanes + lane) * 2], _mm512_permutexvar_epi16(low, both));
+      const __m512i both = interleaved((__m512i)_mm512_cvtne2ps_pbh(odd, even));
+      _mm512_storeu_si512(&s.weights[((size_t)t / 2 * lanes + lane) * 2], both);
     }
     _mm512_storeu_ps(&s.top[lane], top);
     _mm512_storeu_ps(&s.sum[lane], _mm512_add_ps(sum, odd_sum));

@@ -69,10 +69,6 @@ static float weight_at(const uint8_t* panel, int size, int k, int column) {
 // One panel's weights in pairs, as product_bf16 reads them.
 template <class G>
 static void widen_panel(const uint8_t* panel, int k, int size, bf16* to) {
-  // The pairs of 16 columns: low halves from the first vector, high ones from the second.
-  alignas(LINE) static const uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i order = _mm512_load_si512(ORDER);
   for (int first = 0; first < k; first += size, panel += G::bytes(size))
     for (int half = 0; half < 2; half++) {
       const vf scale = G::scale(panel, half), offset = G::offset(panel, half);
@@ -85,8 +81,7 @@ static void widen_panel(const uint8_t* panel, int k, int size, bf16* to) {
 #pragma GCC unroll 4
         for (int j = 0; j < G::CODES; j += 2) {
           const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)wide(j + 1), (__m512)wide(j));
-          _mm512_storeu_si512(to + (int64_t)(first + i + j) * NR + half * 2 * W,
-                              _mm512_permutexvar_epi16(order, both));
+          _mm512_storeu_si512(to + (int64_t)(first + i + j) * NR + half * 2 * W, interleaved(both));
         }
       }
     }

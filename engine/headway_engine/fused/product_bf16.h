@@ -14,6 +14,13 @@ constexpr int STEP_LINES = STEP_ELEMENTS * (int)sizeof(bf16) / LINE;
 
 static inline int64_t panel_elements(int64_t k) { return Tiles<bf16>::width(k) * NR; }
 
+// Of 16 even ones and then 16 odd ones in one vector, the pairs.
+static inline __m512i interleaved(__m512i halves) {
+  alignas(LINE) static const uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), halves);
+}
+
 // How many lines of the next panel each step of each group of tiles asks for.
 static inline Ahead fetch(const void* from, int64_t bytes, int k, int groups) {
   const int64_t steps = Tiles<bf16>::width(k) / K_STEP * std::max(1, groups);
