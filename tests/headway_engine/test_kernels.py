@@ -33,7 +33,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, dtype: torch.dtype, whole: bool) -> Case:
-    """Contexts inside a block, across blocks and tiles. `whole`: widths and blocks that fill vectors and tiles."""
+    """Contexts inside a block, across blocks and tiles. `whole`: sizes that fill vectors and tiles."""
     widths = st.sampled_from([32, 64, 96, 128])
     blocks = st.sampled_from([16, 32, 64])
     if not whole:
