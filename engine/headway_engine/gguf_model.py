@@ -19,7 +19,7 @@ def write_tokenizer(gguf: Path, out: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        with _parsed_once():
+        with parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     except Exception as error:
         raise ModelError(f"model: the tokenizer in {gguf} cannot be read: {error}") from error
@@ -36,7 +36,7 @@ def write_weights(gguf: Path, out: Path) -> None:
     reader: Any = modeling_gguf_pytorch_utils
 
     try:
-        with _parsed_once():
+        with parsed_once():
             config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
             with torch.device("meta"):
                 module = auto.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
@@ -58,7 +58,7 @@ def write_weights(gguf: Path, out: Path) -> None:
 
 
 @contextmanager
-def _parsed_once() -> Iterator[None]:
+def parsed_once() -> Iterator[None]:
     """transformers parses a file anew for its configuration, tokenizer and weights, which takes seconds."""
     import gguf
 

@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
 from headway_engine.devices import choose_device, choose_dtype
+from headway_engine.gguf_packed import ARCHITECTURES, architecture_of, has_blocks, read_packed
 from headway_engine.listening import attention_calls
 from headway_engine.logs import fields
 from headway_engine.model_source import (
     ModelError,
     ModelSource,
     RandomShape,
+    SourceKind,
     default_cache_dir,
     resolve,
     weights_folder,
@@ -78,10 +80,13 @@ def load(
     max_model_len: int,
     progress: Callable[[str], None],
     quantize: str = "",
+    keep_blocks: bool = False,
 ) -> LoadedModel:
     """Load the weights and check that the model can be served right. Raises ModelError.
 
     `quantize` packs the weights while they are read, see `config.QUANTIZATIONS`; empty: as they are.
+    `keep_blocks`: matrices of a GGUF file stay in its blocks where that is possible. Only the kernels compute
+    fast with them.
     """
     target = choose_device(device)
     compute = choose_dtype(dtype, target)
@@ -94,6 +99,12 @@ def load(
             raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
         progress(f"making a random {source.shape.architecture} model")
         module = _random_model(source.shape, compute)
+    elif keep_blocks and target.type == "cpu" and not quantize and stays_in_blocks(source):
+        assert source.path is not None
+        progress(
+            f"reading {source.path.name}, its weights stay in {source.path.stat().st_size / 2**30:.2f} GiB"
+        )
+        module = read_packed(source.path, compute)
     else:
         folder = weights_folder(source, progress)
         module = read_folder(folder, source.uri, compute, quantize, progress)
@@ -117,6 +128,13 @@ def load(
         eos_token_ids=_eos_token_ids(module, int(getattr(config, "vocab_size", 0))),
         sampling_defaults=_sampling_defaults(module),
     )
+
+
+def stays_in_blocks(source: ModelSource) -> bool:
+    """Whether the matrices of this model can be kept in the blocks of a GGUF file. Raises ModelError."""
+    if source.kind is not SourceKind.GGUF or source.path is None:
+        return False
+    return architecture_of(source.path) in ARCHITECTURES and has_blocks(source.path)
 
 
 def _text_config(module: Any) -> Any:

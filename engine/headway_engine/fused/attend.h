@@ -13,29 +13,39 @@ struct Rows {  // a plain matrix to write to
   }
 };
 
-// Few: query[q][d], and as pairs. Many: query[d][q] times `factor`, with the lanes that are left over 0.
+template <class T>
+static inline void put_row(const float* from, int n, T* to) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  for (; i < n; i++) narrow(from[i], to + i);
+}
+
+// Few: query[head][q][d], and the same in bfloat16. Many, of one head: query[d][q] times `factor`, with the lanes that are
+// left over 0.
 template <class T>
 static void take_queries(const Item& item, const Chunk& chunk, const Cache& c, int group, float factor,
                          const float* query, int64_t query_stride, bool few, Scratch& s) {
   const int queries = item.rows * group, width = c.key_width;
   const int64_t along = few ? 1 : lanes_of(queries), across = few ? width : 1;
   if (!few) std::fill_n(s.query.begin(), along * width, 0.0f);
-  for (int r = 0; r < item.rows; r++) {
-    const float* from = query + (chunk.first + item.row + r) * query_stride + (int64_t)item.head * group * width;
-    for (int g = 0; g < group; g++)
-      for (int d = 0; d < width; d++) s.query[(r * group + g) * across + d * along] = from[g * width + d] * factor;
-  }
-  if (few && sizeof(T) < sizeof(float))
-    for (int i = 0; i < queries * width; i++) narrow(s.query[i], &s.pairs[i]);
+  for (int h = 0; h < item.heads; h++)
+    for (int r = 0; r < item.rows; r++) {
+      const float* from = query + (chunk.first + item.row + r) * query_stride + (int64_t)(item.head + h) * group * width;
+      for (int g = 0; g < group; g++)
+        for (int d = 0; d < width; d++)
+          s.query[(h * queries + r * group + g) * across + d * along] = from[g * width + d] * factor;
+    }
+  if (few && sizeof(T) < sizeof(float)) put_row(s.query.data(), item.heads * queries * width, s.pairs.data());
 }
 
-// `To` has put(row, column, from, n). `from`: results [queries][value_width].
+// `To` has put(row, column, from, n). `from`: results [head][q][value_width].
 template <class To>
 static void give_results(const Item& item, const Chunk& chunk, const Cache& c, int group, const float* from,
                          const To& out) {
   const int width = group * c.value_width;
-  for (int r = 0; r < item.rows; r++)
-    out.put(chunk.first + item.row + r, item.head * width, from + (size_t)r * width, width);
+  for (int h = 0; h < item.heads; h++)
+    for (int r = 0; r < item.rows; r++, from += width)
+      out.put(chunk.first + item.row + r, (item.head + h) * width, from, width);
 }
 
 template <class T, class To>
@@ -56,17 +66,10 @@ static void attend(const Item& item, const Chunk& chunk, const int32_t* table, c
   }
 #endif
   take_queries<T>(item, chunk, c, group, few ? 1.0f : scale, query, query_stride, few, s);
-  std::fill_n(s.out.begin(), (size_t)queries * c.value_width, 0.0f);
-  if (few) attend_few(x, queries, group, context, first + 1, scale, s);
+  std::fill_n(s.out.begin(), (size_t)item.heads * queries * c.value_width, 0.0f);
+  if (few) attend_few(x, item.heads, queries, group, context, first + 1, scale, s);
   else attend_many(x, queries, group, context, first + 1, s);
   give_results(item, chunk, c, group, s.out.data(), out);
-}
-
-template <class T>
-static inline void put_row(const float* from, int n, T* to) {
-  int i = 0;
-  for (; i + W <= n; i += W) store(to + i, load(from + i));
-  for (; i < n; i++) narrow(from[i], to + i);
 }
 
 template <class T>
@@ -85,7 +88,7 @@ static void attend_all(const Cache& c, int heads, float scale, int tokens, int n
                        const int32_t* tables, const int64_t* slots, const float* query, const float* key,
                        const float* value, T* keys, T* values, float* out, int threads) {
   const int group = heads / c.kv_heads;
-  const std::vector<Item> items = items_of(chunks, n, c.kv_heads, group);
+  const std::vector<Item> items = items_of(chunks, n, c.kv_heads, group, threads);
   std::vector<Scratch> team(threads);
   make_room(team, items, chunks, group, c);
 #pragma omp parallel num_threads(threads)

@@ -22,28 +22,35 @@ constexpr int ITEM_QUERIES = 192;  // of one item, at most; more where one row h
 #else
 constexpr int ITEM_QUERIES = 96;
 #endif
+constexpr int ITEMS_EACH = 4;     // of few queries for each thread, before heads share one
 constexpr int TILE = 64;          // tokens of context that many queries look at together, in whole blocks
 
 struct Chunk {  // rows first .. first + length of the step: positions start .. of one sequence
   int32_t first, length, start, table;  // table: offset of its block numbers
 };
 
-struct Item {  // part of a chunk for one key-value head
-  int32_t chunk, head, row, rows;
+struct Item {  // part of a chunk for some key-value heads; one head where there are many queries
+  int32_t chunk, head, heads, row, rows;
 };
 
 struct Cache {
   int32_t kv_heads, block_tokens, key_width, value_width;
 };
 
-static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int group) {
+// Heads of few queries share an item as long as every thread has enough items: the keys of a block's heads follow one
+// another in memory, and long stretches arrive faster.
+static std::vector<Item> items_of(const Chunk* chunks, int n, int kv_heads, int group, int threads) {
+  const int most = std::max(1, ITEM_QUERIES / group);
+  auto few = [&](int rows) { return rows * group < FEW_QUERIES; };
+  int64_t alone = 0;  // items of few queries, if each had one head
+  for (int c = 0; c < n; c++) alone += few((chunks[c].length - 1) % most + 1) ? kv_heads : 0;
+  const int together = (int)std::max<int64_t>(1, std::min<int64_t>(kv_heads, alone / (ITEMS_EACH * threads)));
   std::vector<Item> items;
-  for (int c = 0; c < n; c++) {
-    const int most = std::max(1, ITEM_QUERIES / group);
-    for (int row = 0; row < chunks[c].length; row += most)
-      for (int h = 0; h < kv_heads; h++)
-        items.push_back({c, h, row, std::min(most, chunks[c].length - row)});
-  }
+  for (int c = 0; c < n; c++)
+    for (int row = 0; row < chunks[c].length; row += most) {
+      const int rows = std::min(most, chunks[c].length - row), heads = few(rows) ? together : 1;
+      for (int h = 0; h < kv_heads; h += heads) items.push_back({c, h, std::min(heads, kv_heads - h), row, rows});
+    }
   // Longest first, so that the last items to finish are short ones.
   std::stable_sort(items.begin(), items.end(), [&](const Item& x, const Item& y) {
     return (int64_t)x.rows * (chunks[x.chunk].start + x.row) > (int64_t)y.rows * (chunks[y.chunk].start + y.row);
@@ -74,9 +81,9 @@ static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items
                       const Cache& c) {
   size_t scores = 0, queries = 0;
   for (const Item& i : items) {
-    int q = i.rows * group;
-    queries = std::max(queries, (size_t)lanes_of(q));
-    scores = std::max(scores, q < FEW_QUERIES ? (size_t)q * (chunks[i.chunk].start + i.row + i.rows)
+    const int q = i.rows * group;
+    queries = std::max(queries, (size_t)lanes_of(q * i.heads));
+    scores = std::max(scores, q < FEW_QUERIES ? (size_t)q * i.heads * (chunks[i.chunk].start + i.row + i.rows)
                                       : (size_t)lanes_of(q) * std::max({tile_of(c), TURNED_TOKENS, c.value_width}));
   }
   auto at_least = [](auto& v, size_t n) {
@@ -104,53 +111,87 @@ static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float
   return to.data();
 }
 
-// The lanes of a dot product of query and key, as many as fill whole vectors.
-static inline vf lanes_of_dot(const float* query, const bf16*, const float* key, int width) {
-  vf sum = load(query) * load(key);
-  for (int d = W; d < width; d += W) sum += load(query + d) * load(key + d);
-  return sum;
-}
-static inline vf lanes_of_dot(const float* query, const bf16* pairs, const bf16* key, int width) {
-#if HEADWAY_BF16
-  if (width % (2 * W) == 0) {
-    vf sum = vf{};
-    for (int d = 0; d < width; d += 2 * W)
-      sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(pairs + d),
-                                 (__m512bh)_mm512_loadu_si512(key + d));
+constexpr int ASK_EVERY = 4;  // tokens from one request for memory to the next
+
+// scores[t] of W tokens for one query, of D vectors of keys each.
+template <int D>
+static inline vf score_vector(const float* query, const bf16*, const float* keys, int, Soon& soon) {
+  vf x[D];
+  for (int d = 0; d < D; d++) x[d] = load(query + d * W);
+  return sums_across<W>([&](int i) {
+    if (i % ASK_EVERY == 0) soon.some();
+    const float* key = keys + (int64_t)i * D * W;
+    vf sum = x[0] * load(key);
+#pragma GCC unroll 8
+    for (int d = 1; d < D; d++) sum += x[d] * load(key + d * W);
     return sum;
+  });
+}
+template <int D>
+static inline vf score_vector(const float* query, const bf16* pairs, const bf16* keys, int, Soon& soon) {
+#if HEADWAY_BF16
+  if constexpr (D % 2 == 0) {
+    __m512bh x[D / 2];
+    for (int d = 0; d < D / 2; d++) x[d] = (__m512bh)_mm512_loadu_si512(pairs + d * 2 * W);
+    return sums_across<W>([&](int i) {
+      if (i % ASK_EVERY == 0) soon.some();
+      const bf16* key = keys + (int64_t)i * D * W;
+      __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 8
+      for (int d = 0; d < D / 2; d++) sum = _mm512_dpbf16_ps(sum, x[d], (__m512bh)_mm512_loadu_si512(key + d * 2 * W));
+      return (vf)sum;
+    });
   }
 #endif
-  vf sum = load(query) * load(key);
-  for (int d = W; d < width; d += W) sum += load(query + d) * load(key + d);
-  return sum;
+  vf x[D];
+  for (int d = 0; d < D; d++) x[d] = load(query + d * W);
+  return sums_across<W>([&](int i) {
+    if (i % ASK_EVERY == 0) soon.some();
+    const bf16* key = keys + (int64_t)i * D * W;
+    vf sum = x[0] * load(key);
+#pragma GCC unroll 8
+    for (int d = 1; d < D; d++) sum += x[d] * load(key + d * W);
+    return sum;
+  });
 }
 
 static inline float dot_of(const float* query, const float* key, int width) { return dot(query, key, width); }
 static inline float dot_of(const float* query, const bf16* key, int width) {
-  float sum = 0.0f;
-  for (int d = 0; d < width; d++) sum += query[d] * widen(key[d]);
+  vf sums = vf{};
+  int d = 0;
+  for (; d + W <= width; d += W) sums += load(query + d) * load(key + d);
+  float sum = sum_of(sums);
+  for (; d < width; d++) sum += query[d] * widen(key[d]);
   return sum;
+}
+
+// scores[q][t] for the first tokens of one block, few queries of D vectors; how many tokens that were.
+template <int D, class T>
+static int score_vectors(const float* query, const bf16* pairs, int queries, const T* keys, int tokens, float* scores,
+                         int64_t stride, Soon& soon) {
+  const int width = D * W;
+  int t = 0;
+  for (; t + W <= tokens; t += W)
+    for (int q = 0; q < queries; q++)
+      store(scores + q * stride + t,
+            score_vector<D>(query + q * width, pairs + q * width, keys + (int64_t)t * width, 0, soon));
+  return t;
 }
 
 // scores[q][t] for the tokens of one block, few queries; `pairs`: the queries in bfloat16.
 template <class T>
 static void score_few(const float* query, const bf16* pairs, int queries, const T* keys, int tokens, int width,
-                      float* scores, int64_t stride, Soon soon) {
-  for (int q = 0; q < queries; q++) {
-    const float* x = query + q * width;
-    const bf16* narrow_x = pairs + q * width;
-    float* to = scores + q * stride;
-    int t = 0;
-    if (width % W == 0)
-      for (; t + W <= tokens; t += W)
-        store(to + t, sums_across<W>([&](int i) {
-                soon.some();
-                return lanes_of_dot(x, narrow_x, keys + (int64_t)(t + i) * width, width);
-              }));
-    for (; t < tokens; t++) {
-      soon.some();
-      to[t] = dot_of(x, keys + (int64_t)t * width, width);
-    }
+                      float* scores, int64_t stride, Soon& soon) {
+  int t = 0;
+  if (width == 2 * W) t = score_vectors<2>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  else if (width == 4 * W) t = score_vectors<4>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  else if (width == 6 * W) t = score_vectors<6>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  else if (width == 8 * W) t = score_vectors<8>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  else if (width == 16 * W) t = score_vectors<16>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  for (; t < tokens; t++) {
+    soon.some();
+    for (int q = 0; q < queries; q++)
+      scores[q * stride + t] = dot_of(query + q * width, keys + (int64_t)t * width, width);
   }
 }
 
@@ -262,7 +303,7 @@ static inline void weigh(const Weights& w, int q, const T* values, int tokens, i
   for (int i = 0; i < Q; i++)
     for (int v = 0; v < V; v++) acc[i][v] = load(to + i * width + v * W);
   for (int t = 0; t < tokens; t++) {
-    soon.some();
+    if (t % ASK_EVERY == 0) soon.some();
     vf x[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) x[v] = load(values + (int64_t)t * width + column + v * W);
@@ -279,7 +320,7 @@ static inline void weigh(const Weights& w, int q, const T* values, int tokens, i
 
 template <class T>
 static void weigh_block(const Weights& w, int queries, const T* values, int tokens, int width, float* out,
-                        Soon soon = {}) {
+                        Soon& soon) {
   constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
   for (; column + 4 * W <= width; column += 4 * W) {
@@ -304,6 +345,7 @@ struct Context {  // the keys and values that one item looks at
   const Cache& c;
   int head;
 
+  Context of_head(int more) const { return {keys, values, table, c, head + more}; }
   int64_t place(int t) const {
     return ((int64_t)table[t / c.block_tokens] * c.kv_heads + head) * c.block_tokens;
   }
@@ -315,32 +357,40 @@ struct Context {  // the keys and values that one item looks at
   const float* values_at(int t, int n, Scratch& s) const {
     return as_floats(values + place(t) * c.value_width, (int64_t)n * c.value_width, s.keys);
   }
-  // Decodes wait for memory, and blocks lie anywhere: the next one is asked for while this one is worked on.
-  Soon keys_soon(int t, int context, int turns) const {
-    return {keys + place(t) * c.key_width, bytes(t, context, c.key_width), turns};
+  // Decodes wait for memory, and blocks lie anywhere: the next one is asked for while this one is worked on. Of a
+  // block, the heads from this one on.
+  Soon keys_soon(int t, int heads, int turns) const {
+    return {keys_of(t), (int64_t)sizeof(T) * heads * c.block_tokens * c.key_width, turns};
   }
-  Soon values_soon(int t, int context, int turns) const {
-    return {values + place(t) * c.value_width, bytes(t, context, c.value_width), turns};
-  }
-  int64_t bytes(int t, int context, int width) const {
-    return (int64_t)sizeof(T) * width * std::min(c.block_tokens, context - t);
+  Soon values_soon(int t, int heads, int turns) const {
+    return {values_of(t), (int64_t)sizeof(T) * heads * c.block_tokens * c.value_width, turns};
   }
 };
 
+// How often `some` is called for so many tokens.
+static inline int asks(int tokens) { return (tokens + ASK_EVERY - 1) / ASK_EVERY; }
+
+// `queries` of each of some heads, from x.head on: query[head][q][d] in, out[head][q][v].
 template <class T>
-static void attend_few(const Context<T>& x, int queries, int group, int context, int seen, float factor, Scratch& s) {
+static void attend_few(const Context<T>& x, int heads, int queries, int group, int context, int seen, float factor,
+                       Scratch& s) {
   const Cache& c = x.c;
-  for (int t = 0; t < context; t += c.block_tokens) {
-    const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens, turns = n * queries;
-    const Soon soon = next < context ? x.keys_soon(next, context, turns) : x.values_soon(0, context, turns);
-    score_few(s.query.data(), s.pairs.data(), queries, x.keys_of(t), n, c.key_width, s.scores.data() + t, context, soon);
-  }
-  for (int q = 0; q < queries; q++)
-    softmax(s.scores.data() + (int64_t)q * context, seen + q / group, context, factor);
+  const int all = heads * queries;
   for (int t = 0; t < context; t += c.block_tokens) {
     const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens;
-    const Soon soon = next < context ? x.values_soon(next, context, n) : Soon();
-    weigh_block({s.scores.data() + t, context, 1}, queries, x.values_of(t), n, c.value_width, s.out.data(), soon);
+    Soon soon = next < context ? x.keys_soon(next, heads, asks(n) * all) : x.values_soon(0, heads, asks(n) * all);
+    for (int h = 0; h < heads; h++)
+      score_few(&s.query[(size_t)h * queries * c.key_width], &s.pairs[(size_t)h * queries * c.key_width], queries,
+                x.of_head(h).keys_of(t), n, c.key_width, &s.scores[(size_t)h * queries * context + t], context, soon);
+  }
+  for (int q = 0; q < all; q++)
+    softmax(&s.scores[(size_t)q * context], seen + q % queries / group, context, factor);
+  for (int t = 0; t < context; t += c.block_tokens) {
+    const int n = std::min(c.block_tokens, context - t), next = t + c.block_tokens;
+    Soon soon = next < context ? x.values_soon(next, heads, asks(n) * heads) : Soon();
+    for (int h = 0; h < heads; h++)
+      weigh_block({&s.scores[(size_t)h * queries * context + t], context, 1}, queries, x.of_head(h).values_of(t), n,
+                  c.value_width, &s.out[(size_t)h * queries * c.value_width], soon);
   }
 }
 
@@ -350,6 +400,7 @@ static void attend_many(const Context<T>& x, int queries, int group, int context
   const int lanes = lanes_of(queries), tile = tile_of(c);
   std::fill_n(s.top.begin(), lanes, -INFINITY);
   std::fill_n(s.sum.begin(), lanes, 0.0f);
+  Soon nothing;
   for (int first = 0; first < context; first += tile) {
     int tokens = std::min(tile, context - first);
     for (int t = 0; t < tokens; t += c.block_tokens) {
@@ -364,7 +415,7 @@ static void attend_many(const Context<T>& x, int queries, int group, int context
     for (int t = 0; t < tokens; t += c.block_tokens) {
       int n = std::min(c.block_tokens, tokens - t);
       weigh_block({&s.scores[(size_t)t * lanes], 1, lanes}, queries, x.values_at(first + t, n, s), n, c.value_width,
-                  s.out.data());
+                  s.out.data(), nothing);
     }
   }
   for (int q = 0; q < queries; q++)

@@ -3,19 +3,22 @@
 // A weight is code * scale + offset; without offsets of their own, offset = -8 * scale (4 bits) or -128 * scale (8).
 // A panel of NR columns is a row of groups; a group is f16 scale[NR], f16 offset[NR] where there are any, and codes of
 // each half panel: vectors of W dwords, one dword a column, that hold 8 (or 4) codes which follow one another along k.
-// Codes are widened to the activations' type, panel by panel; or, where few rows wait for memory anyway, rows are
-// quantized too and multiplied as integers. Knows nothing of file formats and layers.
+// Codes are widened to the activations' type, panel by panel; or, where few rows wait for memory anyway, rows become
+// integers of 15 bits, in two bytes each, and are multiplied as such. Knows nothing of file formats and layers.
 #pragma once
 
 #include "product.h"
 #include "product_bf16.h"
 
-constexpr int FEW_ROWS = 16;  // that are multiplied as integers, where the step allows it
-
-#if defined(__AVX512F__)
-constexpr int DOT_ROWS = 6;  // rows whose sums are in registers at a time
+#if HEADWAY_BF16
+constexpr int FEW_ROWS = 4;  // that are multiplied as integers, where the step allows it
 #else
-constexpr int DOT_ROWS = 2;
+constexpr int FEW_ROWS = 8;
+#endif
+#if defined(__AVX512F__)
+constexpr int DOT_ROWS = 4;  // rows whose sums are in registers at a time
+#else
+constexpr int DOT_ROWS = 1;
 #endif
 
 template <int BITS, bool OFFSET>
@@ -90,15 +93,17 @@ static void widen_panel(const uint8_t* panel, int k, int size, bf16* to) {
 }
 #endif
 
-// Rows as integers of 8 bits, each group with a scale of its own.
+// Rows as integers of 15 bits, high * 128 + low, each group with a scale of its own.
 struct IntegerRows {
-  std::vector<int8_t> codes;          // [rows][k]
-  std::vector<float> scales, totals;  // [rows][groups]; totals: scale times the sum of the group's codes
+  static constexpr int MOST = 127 * 128;
+  std::vector<int8_t> high, low;      // [rows][k]
+  std::vector<float> scales, totals;  // [rows][groups]; totals: scale times the sum of the group's integers
 
   void make_room(int64_t k, int64_t least_size) {
-    codes.resize(FEW_ROWS * k);
-    scales.resize(FEW_ROWS * (k / least_size + 1));
-    totals.resize(scales.size());
+    for (auto* codes : {&high, &low})
+      if ((int64_t)codes->size() < FEW_ROWS * k) codes->resize(FEW_ROWS * k);
+    for (auto* numbers : {&scales, &totals})
+      if ((int64_t)numbers->size() < FEW_ROWS * (k / least_size + 1)) numbers->resize(FEW_ROWS * (k / least_size + 1));
   }
   void set(const Tiles<float>& a, int row, int size) {
     const int k = a.columns, groups = k / size;
@@ -106,21 +111,24 @@ struct IntegerRows {
     for (int g = 0; g < groups; g++) {
       vf highest = vf{};
       for (int i = g * size; i < (g + 1) * size; i += W) {
-        const vf x = load(a.place(row, i)), size_of = x < 0 ? -x : x;
-        highest = size_of > highest ? size_of : highest;
+        const vf x = load(a.place(row, i)), magnitude = x < 0 ? -x : x;
+        highest = magnitude > highest ? magnitude : highest;
       }
       float most = 0.0f;
       for (int lane = 0; lane < W; lane++) most = std::max(most, highest[lane]);
-      const float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+      const float scale = most / MOST, inverse = most > 0.0f ? MOST / most : 0.0f;
       vi total = vi{};
       for (int i = g * size; i < (g + 1) * size; i += W) {
         const vf x = load(a.place(row, i)) * inverse;
-        const vi code = __builtin_convertvector(x + (x < 0 ? all(-0.5f) : all(0.5f)), vi);
-        *(vc*)&codes[(int64_t)row * k + i] = __builtin_convertvector(code, vc);
+        const vi code = __builtin_convertvector(x + (x < 0 ? all(-0.5f) : all(0.5f)), vi), top = (code + 64) >> 7;
+        *(vc*)&high[(int64_t)row * k + i] = __builtin_convertvector(top, vc);
+        *(vc*)&low[(int64_t)row * k + i] = __builtin_convertvector(code - (top << 7), vc);
         total += code;
       }
+      int sum = 0;
+      for (int lane = 0; lane < W; lane++) sum += total[lane];
       scales[(int64_t)row * groups + g] = scale;
-      totals[(int64_t)row * groups + g] = scale * sum_of(__builtin_convertvector(total, vf));
+      totals[(int64_t)row * groups + g] = scale * (float)sum;
     }
   }
 };
@@ -154,42 +162,46 @@ constexpr bool has_dot() {
   return G::CODES == 8 ? HAS_DOT_4 : HAS_DOT_8;
 }
 
+static inline int32_t four_of(const int8_t* codes) {
+  int32_t four;
+  memcpy(&four, codes, 4);
+  return four;
+}
+
 // M rows from `row` on times one panel.
 template <class G, int M>
 static void integers_times_panel(const IntegerRows& a, int row, int k, const uint8_t* panel, int size,
                                  const Out<float>& o, int number, const Ahead& ahead) {
   const int groups = k / size;
-  const int8_t* codes = a.codes.data() + (int64_t)row * k;
+  const int8_t *high = a.high.data() + (int64_t)row * k, *low = a.low.data() + (int64_t)row * k;
   const float *scales = a.scales.data() + (int64_t)row * groups, *totals = a.totals.data() + (int64_t)row * groups;
   vf sums[M][2];
   for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = vf{};
   const char* next = ahead.from;
-  for (int g = 0; g < groups; g++, panel += G::bytes(size), codes += size) {
+  for (int g = 0; g < groups; g++, panel += G::bytes(size), high += size, low += size) {
     for (int line = 0; line < ahead.step; line++, next += LINE) __builtin_prefetch(next, 0, 2);
-    vi part[M][2];
-    for (int m = 0; m < M; m++) part[m][0] = part[m][1] = vi{};
+#pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
+      vi tops[M], rests[M];
+      for (int m = 0; m < M; m++) tops[m] = rests[m] = vi{};
       const uint8_t* from = panel + G::HEAD_BYTES + half * G::half_bytes(size);
       for (int i = 0; i < size; i += G::CODES, from += 4 * W) {
         const vu x = *(const vu*)from;
+        const vu first = G::CODES == 4 ? x : x & 0x0f0f0f0fu, second = (x >> 4) & 0x0f0f0f0fu;
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          int32_t four;
-          memcpy(&four, codes + (int64_t)m * k + i, 4);
-          if constexpr (G::CODES == 4) {
-            part[m][half] = dot_four_codes(part[m][half], x, four);
-          } else {
-            part[m][half] = dot_four_codes(part[m][half], x & 0x0f0f0f0fu, four);
-            memcpy(&four, codes + (int64_t)m * k + i + 4, 4);
-            part[m][half] = dot_four_codes(part[m][half], (x >> 4) & 0x0f0f0f0fu, four);
+          const int8_t *h = high + (int64_t)m * k + i, *l = low + (int64_t)m * k + i;
+          tops[m] = dot_four_codes(tops[m], first, four_of(h));
+          rests[m] = dot_four_codes(rests[m], first, four_of(l));
+          if constexpr (G::CODES == 8) {
+            tops[m] = dot_four_codes(tops[m], second, four_of(h + 4));
+            rests[m] = dot_four_codes(rests[m], second, four_of(l + 4));
           }
         }
       }
-    }
-    for (int half = 0; half < 2; half++) {
       const vf scale = G::scale(panel, half), offset = G::offset(panel, half);
       for (int m = 0; m < M; m++)
-        sums[m][half] += __builtin_convertvector(part[m][half], vf) * scales[m * groups + g] * scale +
+        sums[m][half] += __builtin_convertvector((tops[m] << 7) + rests[m], vf) * scales[m * groups + g] * scale +
                          offset * totals[m * groups + g];
     }
   }

@@ -145,8 +145,8 @@ class Forward {
       : m_(m), s_(s), q_width_(m.heads * m.width), kv_width_(m.kv_heads * m.width),
         all_width_(q_width_ + 2 * kv_width_), group_(m.heads / m.kv_heads),
         cache_{m.kv_heads, m.block_tokens, m.width, m.width}, places_(m, s.tokens, s.workspace), read_(s),
-        items_(items_of(s.chunk, s.chunks, m.kv_heads, group_)),
-        last_items_(items_of(read_.chunks.data(), (int)read_.chunks.size(), m.kv_heads, group_)),
+        items_(items_of(s.chunk, s.chunks, m.kv_heads, group_, m.threads)),
+        last_items_(items_of(read_.chunks.data(), (int)read_.chunks.size(), m.kv_heads, group_, m.threads)),
         team_(m.threads), shares_(4 * m.layers + 1, m.threads) {
     make_room(team_, items_, s.chunk, group_, cache_);
     make_room(team_, last_items_, read_.chunks.data(), group_, cache_);

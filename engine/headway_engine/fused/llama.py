@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from headway_engine.fused import native
-from headway_engine.fused.packing import Packer
+from headway_engine.fused.packing import Packer, stacked
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
+from headway_engine.packed_weights import drop_weights, plain_weight, same_storage, weight_of
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
 from headway_engine.stepping import StepRunner, logit_rows, plain_logits
@@ -109,7 +110,7 @@ class FusedRunner(StepRunner):
     def _take_over(self, model: LoadedModel, capacity: Capacity, threads: int) -> native.CModel:
         module: Any = model.module
         config, base = model.config, module.model
-        tied = module.lm_head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
+        tied = same_storage(module.lm_head, base.embed_tokens)
         first = base.layers[0].self_attn
         self._layers = (native.CLayer * len(base.layers))()
         for i, layer in enumerate(base.layers):
@@ -117,9 +118,8 @@ class FusedRunner(StepRunner):
         positions = torch.arange(capacity.max_model_tokens)[None]
         cosines, sines = base.rotary_emb(torch.zeros(1), position_ids=positions)
         half = first.head_dim // 2
-        vocabulary = module.lm_head.weight.shape[0]
-        head = self._packer.matrix(module.lm_head.weight, self._dense)
-        embedding = head if tied else self._packer.matrix(base.embed_tokens.weight, self._dense)
+        head = self._packer.matrix(weight_of(module.lm_head), self._dense)
+        embedding = head if tied else self._packer.matrix(weight_of(base.embed_tokens), self._dense)
         c_model = native.CModel(
             layers=len(base.layers),
             hidden=config.hidden_size,
@@ -127,7 +127,7 @@ class FusedRunner(StepRunner):
             kv_heads=config.num_key_value_heads,
             width=first.head_dim,
             inner=config.intermediate_size,
-            vocabulary=vocabulary,
+            vocabulary=head.rows,
             block_tokens=capacity.block_tokens,
             threads=threads,
             short_cache=model.dtype is torch.bfloat16,
@@ -141,7 +141,7 @@ class FusedRunner(StepRunner):
             cosines=self._packer.floats(cosines[0, :, :half]),
             sines=self._packer.floats(sines[0, :, :half]),
         )
-        _empty(module.lm_head.weight, base.embed_tokens.weight)
+        drop_weights(module.lm_head, base.embed_tokens)
         return c_model
 
     def _layer(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> native.CLayer:
@@ -150,10 +150,10 @@ class FusedRunner(StepRunner):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         biases = [p.bias for p in projections]
         c_layer = native.CLayer(
-            qkv=packer.matrix(torch.cat([p.weight for p in projections]), dense),
-            o=packer.matrix(attention.o_proj.weight, dense),
-            gate_up=packer.pair(mlp.gate_proj.weight, mlp.up_proj.weight, dense),
-            down=packer.matrix(mlp.down_proj.weight, dense),
+            qkv=packer.matrix(stacked([weight_of(p) for p in projections]), dense),
+            o=packer.matrix(weight_of(attention.o_proj), dense),
+            gate_up=packer.pair(weight_of(mlp.gate_proj), weight_of(mlp.up_proj), dense),
+            down=packer.matrix(weight_of(mlp.down_proj), dense),
             norm_in=packer.floats(layer.input_layernorm.weight),
             norm_mid=packer.floats(layer.post_attention_layernorm.weight),
             qkv_bias=None if biases[0] is None else packer.floats(torch.cat(biases)),
@@ -163,39 +163,32 @@ class FusedRunner(StepRunner):
             keys=keys.data_ptr(),
             values=values.data_ptr(),
         )
-        linears = (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        _empty(*(linear.weight for linear in linears))
+        drop_weights(*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return c_layer
 
 
 def narrowest(model: LoadedModel) -> torch.dtype:
-    """The type that holds every matrix of a Llama-shaped model exactly: the model's, or a narrower one."""
+    """The type that holds every plain matrix of a Llama-shaped model exactly: its own, or a narrower one."""
     if model.dtype is not torch.float32:
         return model.dtype
     module: Any = model.module
     for dtype in (torch.bfloat16, torch.float16):  # bfloat16 is the quicker to widen
-        if all(_holds(dtype, matrix) for matrix in _matrices(module)):
+        if all(_holds(dtype, matrix) for matrix in _plain_matrices(module)):
             return dtype
     return torch.float32
 
 
-def _matrices(module: Any) -> Iterator[torch.Tensor]:
+def _plain_matrices(module: Any) -> Iterator[torch.Tensor]:
     for layer in module.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            yield linear.weight
+            yield from plain_weight(linear)
         for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            yield linear.weight
-    yield module.lm_head.weight
-    yield module.model.embed_tokens.weight
+            yield from plain_weight(linear)
+    yield from plain_weight(module.lm_head)
+    yield from plain_weight(module.model.embed_tokens)
 
 
 def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
     narrow = matrix.detach().to(dtype)
     return bool(torch.equal(narrow.to(matrix.dtype), matrix) and torch.isfinite(narrow).all())
-
-
-def _empty(*weights: Any) -> None:
-    """Give the memory of these parameters back."""
-    for weight in weights:
-        weight.data = weight.data.new_empty(0)

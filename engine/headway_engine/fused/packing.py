@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headway_engine.fused.native import CMatrix, Element
@@ -48,16 +49,16 @@ class GroupedCodes:
             return Element.FOUR if self.offsets is None else Element.FOUR_OFFSET
         return Element.EIGHT if self.offsets is None else Element.EIGHT_OFFSET
 
-    def rows_of(self, others: Seq["GroupedCodes"]) -> "GroupedCodes":
-        """This matrix with the rows of others, of the same kind, below."""
-        every = (self, *others)
-        offsets = [one.offsets for one in every if one.offsets is not None]
-        return GroupedCodes(
-            self.bits,
-            torch.cat([one.codes for one in every]),
-            torch.cat([one.scales for one in every]),
-            torch.cat(offsets) if offsets else None,
-        )
+    def widened(self, bits: int, offsets: bool, group: int) -> "GroupedCodes":
+        """The same weights in `bits`, at least as many, with offsets or not, in groups at most as large."""
+        codes, scales, own = self.codes, self.scales, self.offsets
+        if own is None and offsets:
+            own = scales * -(1 << self.bits - 1)  # a power of two: exact
+        elif own is None:
+            codes = codes + ((1 << bits - 1) - (1 << self.bits - 1))
+        times = self.group // group
+        scales = scales.repeat_interleave(times, dim=1)
+        return GroupedCodes(bits, codes, scales, None if own is None else own.repeat_interleave(times, dim=1))
 
     def weights(self) -> torch.Tensor:
         """[rows, columns] float32."""
@@ -71,6 +72,54 @@ class GroupedCodes:
 Weight = torch.Tensor | GroupedCodes
 
 
+def alike(weights: Seq[Weight]) -> list[Weight]:
+    """The same matrices in one form, that of the one which needs most: plain, or codes of one kind."""
+    grouped = [one for one in weights if isinstance(one, GroupedCodes)]
+    if len(grouped) < len(weights):
+        plain = next(one for one in weights if not isinstance(one, GroupedCodes))
+        return [one.weights().to(plain.dtype) if isinstance(one, GroupedCodes) else one for one in weights]
+    bits, group = max(one.bits for one in grouped), min(one.group for one in grouped)
+    offsets = any(one.offsets is not None for one in grouped)
+    return [one.widened(bits, offsets, group) for one in grouped]
+
+
+def stacked(weights: Seq[Weight]) -> Weight:
+    """Matrices of as many columns, one below the other."""
+    same = alike(weights)
+    grouped = [one for one in same if isinstance(one, GroupedCodes)]
+    if not grouped:
+        return torch.cat([one for one in same if isinstance(one, torch.Tensor)])
+    offsets = [one.offsets for one in grouped if one.offsets is not None]
+    return GroupedCodes(
+        grouped[0].bits,
+        torch.cat([one.codes for one in grouped]),
+        torch.cat([one.scales for one in grouped]),
+        torch.cat(offsets) if offsets else None,
+    )
+
+
+class _Arena:
+    """Memory for panels, in large pieces: the system backs those with large pages, which are read some 20 % faster
+    than small ones. numpy asks for them; torch does not."""
+
+    _PIECE_BYTES = 64 << 20
+    _LINE_BYTES = 64  # of a cache line
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes, uint8, not initialised, from a cache line on."""
+        whole = -(-size // self._LINE_BYTES) * self._LINE_BYTES
+        if self._left.numel() < whole:
+            piece = torch.from_numpy(
+                np.empty(max(whole, self._PIECE_BYTES) + self._LINE_BYTES, dtype=np.uint8)
+            )
+            self._left = piece[-piece.data_ptr() % self._LINE_BYTES :]
+        taken, self._left = self._left[:size], self._left[whole:]
+        return taken
+
+
 class Packer:
     """Packs matrices with one library's layout and keeps their memory."""
 
@@ -78,6 +127,7 @@ class Packer:
         self._library = library
         self._columns = int(library.hw_panel_columns())
         self._kept: list[torch.Tensor] = []
+        self._arena = _Arena()
 
     @property
     def multiplies_bf16(self) -> bool:
@@ -96,15 +146,14 @@ class Packer:
 
     def pair(self, gate: Weight, up: Weight, dense: Element) -> CMatrix:
         """Two matrices [n, k] that share panels, half of each one's columns."""
-        return self._pack((gate, up), dense)
+        return self._pack(alike((gate, up)), dense)
 
     def _pack(self, weights: Seq[Weight], dense: Element) -> CMatrix:
         n, k = weights[0].shape
         element = weights[0].element if isinstance(weights[0], GroupedCodes) else dense
         group = weights[0].group if isinstance(weights[0], GroupedCodes) else 0
         width = self._columns // len(weights)
-        # Whole cache lines: torch aligns to 64 bytes.
-        packed = torch.empty(self._library.hw_packed_bytes(element, n, k, group, width), dtype=torch.uint8)
+        packed = self._arena.take(self._library.hw_packed_bytes(element, n, k, group, width))
         for i, weight in enumerate(weights):
             sources = _sources(weight, element)
             self._library.hw_pack(

@@ -66,18 +66,21 @@ static inline vf all(float x) { return x - vf{}; }  // not plus: -0 + 0 is +0, s
 // a time, so that whoever asks for much at once waits, and computes nothing meanwhile.
 class Soon {
  public:
-  Soon() : at_(nullptr), end_(nullptr), lines_(0) {}
+  Soon() : at_(nullptr), end_(nullptr), step_(0) {}
   Soon(const void* from, int64_t bytes, int64_t turns)
-      : at_((const char*)from), end_(at_ + bytes), lines_((bytes + LINE * turns - 1) / (LINE * turns)) {}
+      : at_((const char*)from), end_(at_ + bytes), step_((bytes + LINE * turns - 1) / (LINE * turns) * LINE) {}
 
   // One turn of so many: ask for a part, as far as the second-level cache.
   void some() {
-    for (int i = 0; i < lines_ && at_ < end_; i++, at_ += LINE) __builtin_prefetch(at_, 0, 2);
+    if (at_ < end_) {
+      const char* to = at_ + step_;
+      for (; at_ < to; at_ += LINE) __builtin_prefetch(at_, 0, 2);
+    }
   }
 
  private:
   const char *at_, *end_;
-  int lines_;
+  int64_t step_;
 };
 
 static inline float widen(float x) { return x; }

@@ -1,0 +1,111 @@
+"""Modules whose weights stay in the blocks of their file: they compute right, and slowly.
+
+The kernels take the blocks over. Until then, and for the model's own forward pass (probes, the check at start),
+these modules widen what they need while they need it. Knows nothing of files and of the kernels' layout.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from headway_engine.fused.gguf_blocks import grouped
+from headway_engine.fused.packing import GroupedCodes, Weight
+
+_WIDE_ELEMENTS = 1 << 24
+"""Weights that are widened at a time, at most."""
+
+
+class BlockedMatrix(nn.Module):
+    """A matrix [rows, columns] in blocks: uint8 [rows, bytes of a row], of a type known to `gguf_blocks`."""
+
+    raw: torch.Tensor
+
+    def __init__(self, raw: "np.ndarray[Any, Any]", type_name: str, columns: int) -> None:
+        super().__init__()
+        self.type_name = type_name
+        self.shape = (raw.shape[0], columns)
+        self.register_buffer("raw", torch.from_numpy(raw), persistent=False)
+
+    def codes(self) -> GroupedCodes:
+        """The whole matrix."""
+        return grouped(self.raw.numpy(), self.type_name)
+
+    def rows(self, index: torch.Tensor | slice) -> torch.Tensor:
+        """Some rows, float32 [n, columns]."""
+        return grouped(self.raw[index].numpy(), self.type_name).weights()
+
+    def drop(self) -> None:
+        """Give the memory back. The matrix cannot be used any more."""
+        self.raw = self.raw.new_empty(0)
+
+
+class BlockedLinear(nn.Module):
+    """`nn.Linear` over a BlockedMatrix."""
+
+    def __init__(self, matrix: BlockedMatrix, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.shape
+        self.matrix = matrix
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features], in the type of `x`."""
+        some = max(1, _WIDE_ELEMENTS // self.in_features)
+        parts = [
+            functional.linear(x, self.matrix.rows(slice(first, first + some)).to(x.dtype))
+            for first in range(0, self.out_features, some)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class BlockedEmbedding(nn.Module):
+    """`nn.Embedding` over a BlockedMatrix, in `dtype`."""
+
+    def __init__(self, matrix: BlockedMatrix, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.matrix = matrix
+        self.dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] to [..., embedding_dim]."""
+        return self.matrix.rows(ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
+
+
+def weight_of(module: Any) -> Weight:
+    """The weights of a linear layer or an embedding, as they are: a tensor, or codes."""
+    matrix = getattr(module, "matrix", None)
+    if isinstance(matrix, BlockedMatrix):
+        return matrix.codes()
+    weight: torch.Tensor = module.weight
+    return weight
+
+
+def plain_weight(module: Any) -> tuple[torch.Tensor, ...]:
+    """Its weights where they are a plain tensor, nothing where they are in blocks."""
+    return () if isinstance(getattr(module, "matrix", None), BlockedMatrix) else (module.weight,)
+
+
+def same_storage(one: Any, other: Any) -> bool:
+    """Whether two modules share their weights (a head tied to its embedding)."""
+    if isinstance(getattr(one, "matrix", None), BlockedMatrix):
+        return one.matrix is getattr(other, "matrix", None)
+    return hasattr(other, "weight") and one.weight.data_ptr() == other.weight.data_ptr()
+
+
+def is_packed(model: Any) -> bool:
+    """Whether any weights of this module are in blocks."""
+    return any(isinstance(part, BlockedMatrix) for part in model.modules())
+
+
+def drop_weights(*modules: Any) -> None:
+    """Give the memory of these modules' weights back."""
+    for module in modules:
+        if isinstance(getattr(module, "matrix", None), BlockedMatrix):
+            module.matrix.drop()
+        else:
+            module.weight.data = module.weight.data.new_empty(0)
