@@ -27,8 +27,9 @@ async def test_a_reader_of_commands_that_falls_takes_the_core_with_it() -> None:
     ours, theirs = channel.pair()
     with theirs:
         command = [sys.executable, "-c", CORE, str(theirs.fileno()), "--model", "random://toy"]
+        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": str(TESTS)}
+            command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
         )
     end = await channel.FrontEnd.open(ours)
     try:
