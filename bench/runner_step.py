@@ -18,11 +18,12 @@ import torch
 from machine import cpu_words
 from workload import MODEL
 
+from headway_engine.cgroup import usable_cores
 from headway_engine.fused import build, isa
 from headway_engine.fused.llama import FusedRunner, narrowest
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
-from headway_engine.runner import Runner, TransformersRunner, usable_cores
+from headway_engine.runner import Runner, TransformersRunner
 from headway_engine.sequence import Chunk, Request, SamplingParams, Sequence, Step
 
 BLOCK = 16

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headway_engine import cgroup
 from headway_engine.attention import LayerShape, gather_cap_bytes
 from headway_engine.config import EngineConfig
 from headway_engine.model import LoadedModel, ModelError
@@ -47,6 +48,13 @@ def plan(
     if config.kv_blocks:
         blocks = config.kv_blocks
         reason = f"--kv-blocks is {config.kv_blocks}"
+        if blocks * block_bytes > memory.free_bytes:
+            raise ModelError(
+                f"--kv-blocks: {blocks} blocks of {size} tokens take {blocks * block_bytes / _GIB:.2f} GiB, "
+                f"and {memory.source} leaves {memory.free_bytes / _GIB:.2f} GiB, which is "
+                f"{memory.free_bytes // block_bytes} blocks. Ask for fewer, or leave --kv-blocks out to have "
+                "the engine measure what fits"
+            )
     else:
         share = (memory.free_bytes + model.weight_bytes) * config.kv_memory_percent // 100
         largest_step = step_bytes(config, model, shapes)
@@ -126,53 +134,9 @@ def free_memory(device: torch.device) -> Memory:
         free, _ = torch.cuda.mem_get_info(device)
         return Memory(free, f"{torch.cuda.get_device_name(device)}")
     choices = [Memory(_available_bytes(), "free memory of the machine")]
-    if (limit := cgroup_free_bytes(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) is not None:
+    if (limit := cgroup.free_memory_bytes()) is not None:
         choices.append(Memory(limit, "the container's memory limit"))
     return min(choices, key=lambda memory: memory.free_bytes)
-
-
-def cgroup_free_bytes(membership: Path, mount: Path) -> int | None:
-    """The smallest limit minus use over this process's cgroup and those above it; None without any limit.
-
-    Reads version 2, and version 1's memory controller. Page cache counts as free: the kernel gives it back.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    free: list[int] = []
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers == "":
-            root, limit_name, use_name, cache_key = mount, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit_name = mount / "memory", "memory.limit_in_bytes"
-            use_name, cache_key = "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        folder = root / place.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(root):
-                found = _group_free(group, limit_name, use_name, cache_key)
-                free += [] if found is None else [found]
-            if group == root:
-                break
-    return min(free, default=None)
-
-
-def _group_free(group: Path, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    try:
-        limit_text = (group / limit_name).read_text().strip()
-        use = int((group / use_name).read_text())
-        statistics = (group / "memory.stat").read_text()
-    except OSError:
-        return None
-    if limit_text == "max" or int(limit_text) >= 1 << 60:
-        return None
-    cache = next(
-        (int(line.split()[1]) for line in statistics.splitlines() if line.split()[0] == cache_key), 0
-    )
-    return max(0, int(limit_text) - use + cache)
 
 
 def _available_bytes() -> int:

@@ -5,6 +5,7 @@ long as the front end does: the end of the channel ends it, whatever it is doing
 to the front end (a terminal or a container runtime may send them to the whole process group).
 """
 
+import functools
 import logging
 import os
 import queue
@@ -37,6 +38,7 @@ class Core:
     run: Run
     ready: Ready
     prepare: Prepare | None = None  # for requests with a grammar
+    disproof: Callable[[], str] | None = None  # takes minutes; why this core must not go on, or nothing
 
 
 Load = Callable[[Callable[[str], None]], Core]
@@ -51,6 +53,9 @@ def serve(sock: socket.socket, load: Load) -> int:
     try:
         core = load(lambda what: end.send(Loading(what)))
         end.send(core.ready)
+        if core.disproof is not None:
+            watch = threading.Thread(target=_end_if, args=(core.disproof, end), name="disproof", daemon=True)
+            watch.start()
         limits = core.ready.limits
         Loop(core.scheduler, core.run, end.send, limits=limits, inbox=inbox, prepare=core.prepare).run()
     except channel.ChannelClosed:
@@ -80,6 +85,24 @@ def _receive(end: channel.CoreEnd, inbox: Inbox) -> None:
         os._exit(1)
 
 
+def _end_if(disproof: Callable[[], str], end: channel.CoreEnd) -> None:
+    """End the process when what it serves turns out to be wrong: at once, since whatever is still answered
+    would be wrong too. Whoever starts it again gets the right thing."""
+    try:
+        reason = disproof()
+    except Exception:
+        log.exception(logs.fields("disproof-failed"))
+        return
+    if not reason:
+        return
+    log.error(logs.fields("core-disproved", reason=reason))
+    try:
+        end.send(Died(message=reason))
+    finally:
+        logging.shutdown()
+        os._exit(1)
+
+
 def starting_limits(settings: config.EngineConfig, capacity: Capacity) -> Limits:
     """Limits of the file, or the defaults, brought below capacity; every clamp is one log line.
 
@@ -99,7 +122,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     """The real thing: resolve and load the model, measure what fits, reserve it."""
     progress("starting")
     # Imported here: torch takes seconds, and /readyz should say what they are spent on.
-    from headway_engine import embedding_config, model, runner
+    from headway_engine import embedding_config, file_digest, model, runner
     from headway_engine.scheduler import Scheduler
 
     logs.adopt("torch", "transformers")
@@ -138,7 +161,11 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     scheduler = Scheduler(
         capacity, limits, prefix_caching=settings.prefix_caching, tenants=tenant_policy(settings)
     )
-    return Core(scheduler, built.run, ready, built.prepare)
+    disproof = None
+    if source.content is not None and source.content.record is not None:
+        # A large file was not read again, since its inode, size and times were known; it is now.
+        disproof = functools.partial(file_digest.disproof, source.content)
+    return Core(scheduler, built.run, ready, built.prepare, disproof)
 
 
 def tenant_policy(settings: config.EngineConfig) -> TenantPolicy:

@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headway_engine.file_digest import Identity
 from headway_engine.model_error import ModelError
+
+_BYTES_OF_FLOAT16 = 2
 
 
 def write_tokenizer(gguf: Path, out: Path) -> None:
@@ -24,6 +27,19 @@ def write_tokenizer(gguf: Path, out: Path) -> None:
     except Exception as error:
         raise ModelError(f"model: the tokenizer in {gguf} cannot be read: {error}") from error
     tokenizer.save_pretrained(str(out))
+
+
+def unpacked_bytes(gguf: Path) -> int:
+    """What the weights take when they are unpacked. Raises ModelError."""
+    import gguf as library
+
+    reader_of: Any = library  # its types do not foresee another reader
+    try:
+        with _parsed_once():
+            tensors = reader_of.GGUFReader(str(gguf)).tensors
+    except Exception as error:
+        raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+    return sum(int(tensor.n_elements) for tensor in tensors) * _BYTES_OF_FLOAT16
 
 
 def write_weights(gguf: Path, out: Path) -> None:
@@ -64,7 +80,7 @@ def parsed_once() -> Iterator[None]:
 
     library: Any = gguf  # its types do not foresee this
     parser = library.GGUFReader
-    library.GGUFReader = lambda path, *_: _parse(parser, str(path), Path(path).stat().st_mtime_ns)
+    library.GGUFReader = lambda path, *_: _parse(parser, str(path), Identity.of(Path(path)))
     try:
         yield
     finally:
@@ -72,5 +88,5 @@ def parsed_once() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _parse(parser: Any, path: str, _changed_ns: int) -> Any:
+def _parse(parser: Any, path: str, _file: Identity) -> Any:
     return parser(path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway_engine.drafts import is_disk_full
 from headway_engine.model_error import ModelError, in_words
 
 _GIB = 1 << 30
@@ -67,6 +68,11 @@ def snapshot(
             "rest; check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         ) from error
     except Exception as error:
+        if is_disk_full(error):
+            raise ModelError(
+                f"model: {repository} did not fit in {constants.HF_HUB_CACHE}; give that a larger volume "
+                "(HF_HOME names the folder; in a resource it is spec.modelCache)"
+            ) from error
         if isinstance(error.__cause__, errors.HfHubHTTPError):  # the library looked into the cache after it
             raise ModelError(_refused(repository, error.__cause__.response.status_code)) from error
         why = in_words(error, secrets=_tokens())

@@ -1,26 +1,21 @@
 """Where a model comes from: a URI becomes a folder with its tokenizer and, later, one with its weights.
 
-`resolve` is light: it fetches or converts what a tokenizer needs, never the weights, so that the API front
-end can call it while the core loads. `weights_folder` does the rest. Both may run in two processes at once:
-what is made is made under a lock and appears by one rename. Knows nothing of torch at import time.
+`resolve` is light: it fetches or converts what a tokenizer needs, never the weights. `weights_folder` does
+the rest. What is converted is kept in the cache under a digest of what it was made from, never under a name.
+Both may run in several processes at once (`drafts`). Knows nothing of torch at import time.
 """
 
-import fcntl
-import hashlib
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice, product
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from headway_engine import tokenizer_files
+from headway_engine import drafts, file_digest, tokenizer_files
 from headway_engine.hub import snapshot
 from headway_engine.model_error import ModelError
 
@@ -28,7 +23,7 @@ __all__ = ["ModelError", "ModelSource", "SourceKind", "default_cache_dir", "reso
 
 BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCABULARY = len(BYTE_SPECIALS) + 256
-_CACHE_VERSION = "1"  # part of every name in the cache: raise it when a converter changes
+_CACHE_VERSION = "2"  # part of every name in the cache: raise it when a converter changes
 
 _WEIGHT_HF_FILES = (*tokenizer_files.SMALL, "*.safetensors")
 _OTHER_COPIES = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
@@ -74,6 +69,7 @@ class ModelSource:
     cache_dir: Path
     tokenizer_dir: Path | None
     path: Path | None = None  # the folder or GGUF file
+    content: file_digest.Content | None = None  # of the GGUF file
     repository: str = ""
     shape: RandomShape | None = field(default=None)
 
@@ -99,7 +95,11 @@ def _quiet(_: str) -> None:
 def resolve(
     uri: str, revision: str, cache_dir: Path, progress: Callable[[str], None] = _quiet
 ) -> ModelSource:
-    """The source behind a model URI, its tokenizer ready to load. Raises ModelError."""
+    """The source behind a model URI, its tokenizer ready to load. Raises ModelError.
+
+    First clears the cache of what killed processes left half-made.
+    """
+    drafts.sweep(cache_dir)
     parts = urlsplit(uri)
     match parts.scheme:
         case "hf":
@@ -109,13 +109,13 @@ def resolve(
                 raise ModelError(
                     f"model: {uri!r} has a host in it; a file URI has three slashes: file:///PATH"
                 )
-            return _resolve_path(uri, Path(unquote(parts.path)), revision, cache_dir)
+            return _resolve_path(uri, Path(unquote(parts.path)), revision, cache_dir, progress)
         case "package":
             path = _packaged_file(uri, parts.netloc, unquote(parts.path).lstrip("/"))
-            return _resolve_path(uri, path, revision, cache_dir)
+            return _resolve_path(uri, path, revision, cache_dir, progress)
         case "random":
             shape = _random_shape(uri, parts.netloc, parts.query)
-            folder = _once(
+            folder = drafts.once(
                 cache_dir / "tokenizers" / f"bytes-{shape.vocab}-v{_CACHE_VERSION}",
                 lambda out: _write_byte_tokenizer(out, shape.vocab),
             )
@@ -142,18 +142,28 @@ def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path
     assert source.path is not None
     if source.kind is SourceKind.FOLDER:
         return source.path
-    gguf = source.path
+    assert source.content is not None
+    gguf, content = source.path, source.content
 
     def convert(out: Path) -> None:
-        from headway_engine.gguf_model import write_weights
+        from headway_engine.gguf_model import unpacked_bytes, write_weights
 
-        progress(f"converting {gguf.name} (once; later starts read the cache)")
-        write_weights(gguf, out)
+        needed = unpacked_bytes(gguf)
+        progress(
+            f"converting {gguf.name} to {needed / (1 << 30):.2f} GiB (once; later starts read the cache)"
+        )
+        with drafts.room_for(f"{gguf.name}, unpacked to float16,", out.parent, needed):
+            write_weights(gguf, out)
+        # What is kept for ever is worth a second reading: a file's times do not tell of every write.
+        if not file_digest.same_bytes(content):
+            raise _changed(gguf)
 
-    return _once(_gguf_cache(gguf, source.cache_dir) / "weights", convert)
+    return drafts.once(_gguf_cache(source.content, source.cache_dir) / "weights", convert)
 
 
-def _resolve_path(uri: str, path: Path, revision: str, cache_dir: Path) -> ModelSource:
+def _resolve_path(
+    uri: str, path: Path, revision: str, cache_dir: Path, progress: Callable[[str], None]
+) -> ModelSource:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {path} has no config.json; give the folder that holds it")
@@ -164,14 +174,24 @@ def _resolve_path(uri: str, path: Path, revision: str, cache_dir: Path) -> Model
         raise ModelError(f"model: there is nothing at {path} ({uri})")
     if path.suffix != ".gguf":
         raise ModelError(f"model: {path} is neither a Hugging Face folder nor a .gguf file")
+    content = file_digest.content_of(path, cache_dir / "digests", progress)
 
     def convert(out: Path) -> None:
         from headway_engine.gguf_model import write_tokenizer
 
         write_tokenizer(path, out)
+        if not file_digest.unchanged(content):
+            raise _changed(path)
 
-    folder = _once(_gguf_cache(path, cache_dir) / "tokenizer", convert)
-    return ModelSource(uri, revision, SourceKind.GGUF, cache_dir, folder, path=path)
+    folder = drafts.once(_gguf_cache(content, cache_dir) / "tokenizer", convert)
+    return ModelSource(uri, revision, SourceKind.GGUF, cache_dir, folder, path=path, content=content)
+
+
+def _changed(what: Path) -> ModelError:
+    return ModelError(
+        f"model: {what} changed while it was converted, and nothing of that was kept; start again when it is "
+        "whole"
+    )
 
 
 def _packaged_file(uri: str, module: str, name: str) -> Path:
@@ -211,8 +231,14 @@ def _tokenizer_folder(folder: Path, cache_dir: Path) -> Path | None:
         return folder
     if not tokenizer_files.has_any(folder):
         return None
-    name = f"{folder.name}-{tokenizer_files.digest(folder)}-v{_CACHE_VERSION}"
-    return _once(cache_dir / "tokenizers" / name, lambda out: tokenizer_files.convert(folder, out))
+    digest = tokenizer_files.digest(folder)
+
+    def convert(out: Path) -> None:
+        tokenizer_files.convert(folder, out)
+        if tokenizer_files.digest(folder) != digest:
+            raise _changed(folder)
+
+    return drafts.once(cache_dir / "tokenizers" / f"{digest}-v{_CACHE_VERSION}", convert)
 
 
 def _random_shape(uri: str, architecture: str, query: str) -> RandomShape:
@@ -266,43 +292,6 @@ def _write_byte_tokenizer(out: Path, vocab: int) -> None:
     )
 
 
-def _gguf_cache(path: Path, cache_dir: Path) -> Path:
-    """The cache folder of a GGUF file, named by its content (size, first and last MiB), not its place."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {size}".encode())
-    with path.open("rb") as file:
-        digest.update(file.read(1 << 20))
-        file.seek(max(0, size - (1 << 20)))
-        digest.update(file.read(1 << 20))
-    return cache_dir / "models" / f"{path.stem}-{digest.hexdigest()[:16]}"
-
-
-def _once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` if it is not there yet. Whole or absent, also after a crash half-way."""
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(
-            f"the cache folder {folder.parent} cannot be made: {error}; set HEADWAY_CACHE to a writable one"
-        ) from error
-    with _lock(folder.with_name(folder.name + ".lock")):
-        if folder.is_dir():  # somebody else made it while we waited
-            return folder
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            make(draft)
-            draft.chmod(0o755)
-            draft.rename(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the system drops it when the holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _gguf_cache(content: file_digest.Content, cache_dir: Path) -> Path:
+    """The cache folder of a GGUF file, named by its content: the same bytes elsewhere have the same one."""
+    return cache_dir / "models" / f"{content.digest}-v{_CACHE_VERSION}"

@@ -7,13 +7,13 @@ and never writes to a sequence.
 
 import ctypes
 import logging
-import os
 from typing import Any
 
 import torch
 
 from headway_engine import capacity as capacity_plan
 from headway_engine.attention import PAGED, PagedBatch, register
+from headway_engine.cgroup import usable_cores
 from headway_engine.config import EngineConfig
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
@@ -162,17 +162,6 @@ def attention_kernel(config: EngineConfig, model: LoadedModel) -> PagedKernel | 
 def measure_capacity(model: LoadedModel, config: EngineConfig) -> Capacity:
     """What fits in the memory that is free now, with the weights loaded. Raises ModelError with numbers."""
     return capacity_plan.plan(config, model, layer_shapes(model), capacity_plan.free_memory(model.device))
-
-
-def usable_cores() -> int:
-    """Cores this process may run on, by affinity and by the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def flatten(chunks: list[Chunk], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,6 +14,13 @@ FAST = "tokenizer.json"
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """Every file of a repository that is no weights."""
+_TEMPLATES = "additional_chat_templates"
+_WEIGHTS = frozenset(
+    (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".ot")
+)
+"""What no tokenizer is in, and is too large to read for one."""
+_LARGEST_BYTES = 256 << 20
+"""No tokenizer's file is so large; the largest vocabularies take some tens of MiB."""
 
 
 def has_any(folder: Path) -> bool:
@@ -22,12 +29,17 @@ def has_any(folder: Path) -> bool:
 
 
 def digest(folder: Path) -> str:
-    """Changes with every file that a conversion may read."""
+    """Changes with the content of every file that a conversion may read: all that are no weights, in the
+    folder and in its folder of further chat templates."""
     found = hashlib.sha256()
-    for path in sorted({path for pattern in SMALL for path in folder.glob(pattern)}):
-        found.update(f"{path.name} {path.stat().st_size} ".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    files = [path for path in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*")) if path.is_file()]
+    for path in sorted(files):
+        if path.suffix in _WEIGHTS or path.stat().st_size > _LARGEST_BYTES:
+            continue
+        name = str(path.relative_to(folder)).encode()
+        content = path.read_bytes()
+        found.update(f"{len(name)} {len(content)} ".encode() + name + content)
+    return found.hexdigest()
 
 
 def convert(folder: Path, out: Path) -> None:

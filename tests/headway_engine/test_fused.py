@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,34 @@ def test_a_compiler_that_fails_leaves_no_library_behind(
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(RuntimeError, match="no registers left"):
         build.compile_into(tmp_path / "kernels", "baseline")
-    assert list((tmp_path / "kernels").iterdir()) == []
+    assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".lock"]
+
+
+def test_processes_that_start_at_once_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first, and takes what that made: a minute of every core, spent once."""
+    compiler, runs, started = tmp_path / "cxx", tmp_path / "runs", tmp_path / "started"
+    os.mkfifo(started)
+    compiler.write_text(
+        f"#!/bin/sh\necho run >> {runs}\necho > {started}\n"
+        'while [ "$1" != -o ]; do shift; done\nread line < {go} && echo library > "$2"\n'.replace(
+            "{go}", str(tmp_path / "go")
+        )
+    )
+    compiler.chmod(0o755)
+    os.mkfifo(tmp_path / "go")
+    monkeypatch.setenv("CXX", str(compiler))
+    folder = tmp_path / "kernels"
+    builders = [threading.Thread(target=build.compile_into, args=(folder, "baseline")) for _ in range(2)]
+    builders[0].start()
+    assert started.read_text() == "\n"
+    builders[1].start()
+    (tmp_path / "go").write_text("on\n")
+    for builder in builders:
+        builder.join(60)
+        assert not builder.is_alive()
+    assert runs.read_text() == "run\n"
+    assert (folder / build.library_name("baseline")).read_bytes().startswith(b"library\n")
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 @needs_compiler

@@ -1,5 +1,6 @@
 """hf:// against a hub on loopback: pinned revisions, broken connections, refusals in words, secrets kept."""
 
+import errno
 import json
 import os
 import shutil
@@ -178,6 +179,20 @@ def test_a_hub_that_is_not_there_is_named_with_the_ways_out(hub: FakeHub, tmp_pa
     hub.server_close()
     with pytest.raises(ModelError, match="HF_ENDPOINT and HF_HOME, or use file:///PATH"):
         resolve(URI, "main", tmp_path / "cache")
+
+
+def test_a_volume_that_fills_up_is_named_with_what_to_set(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the network, which did its part."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    with pytest.raises(ModelError, match=r"someone/tiny did not fit in .*hub; .*HF_HOME") as caught:
+        resolve(URI, "main", tmp_path / "cache")
+    assert "network" not in str(caught.value)
 
 
 def test_half_a_model_without_the_hub_is_not_taken_for_whole(

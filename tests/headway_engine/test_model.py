@@ -1,7 +1,6 @@
 """Models: what a URI becomes, what is refused and in which words, and the real SmolLM2 out of its package."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from headway_engine import model_source
 from headway_engine.model import LoadedModel, default_cache_dir, load, refusal
 from headway_engine.model_source import ModelError, SourceKind, resolve
 from support import tiny_models
@@ -191,40 +189,6 @@ def test_hybrids_and_encoder_decoders_are_refused() -> None:
     assert "attention interface" in (refusal(Module(), Config(), 128) or "")
     Module._supports_attention_backend = True
     assert refusal(Module(), Config(), 128) is None
-
-
-def test_two_makers_of_one_folder_make_it_once(tmp_path: Path) -> None:
-    """Whoever comes second waits and finds it; the folder appears whole."""
-    made: list[int] = []
-    inside = threading.Event()
-
-    def make(out: Path) -> None:
-        inside.set()
-        made.append(1)
-        (out / "a").write_text("x")
-        (out / "b").write_text("y")
-
-    target = tmp_path / "deep" / "folder"
-    makers = [threading.Thread(target=model_source._once, args=(target, make)) for _ in range(4)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join(30)
-    assert inside.is_set()
-    assert made == [1]
-    assert sorted(p.name for p in target.iterdir()) == ["a", "b"]
-
-
-def test_a_failed_maker_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A crash half-way must not look like a finished folder at the next start."""
-
-    def make(out: Path) -> None:
-        (out / "a").write_text("x")
-        raise ModelError("model: torn")
-
-    with pytest.raises(ModelError, match="torn"):
-        model_source._once(tmp_path / "folder", make)
-    assert [p.name for p in tmp_path.iterdir()] == ["folder.lock"]
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:

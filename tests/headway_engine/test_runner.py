@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import AutoTokenizer
 
 from headway_engine import capacity as capacity_plan
 from headway_engine.attention import LayerShape, gather_cap_bytes
-from headway_engine.capacity import Memory, cgroup_free_bytes, plan
+from headway_engine.capacity import Memory, plan
 from headway_engine.model import ModelError, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.runner import StepError, build_runner, measure_capacity
@@ -201,32 +200,22 @@ def test_too_little_memory_for_one_sequence_is_refused_with_numbers() -> None:
         plan(tiny_models.engine_config(kv_blocks=0), model, shapes, Memory(1000, "a test"))
 
 
+def test_more_blocks_than_memory_are_refused_with_the_flag_and_the_memory() -> None:
+    """Asked for by number, they would be an allocation that fails, or a process that is killed later."""
+    model = tiny_models.fresh("llama")
+    shapes = layer_shapes(model)
+    block = 4 * 2 * 2 * (8 + 8) * 4
+    memory = Memory(1000 * block, "a test")
+    assert plan(tiny_models.engine_config(kv_blocks=1000), model, shapes, memory).kv_blocks == 1000
+    for blocks in (1001, 100_000_000):
+        with pytest.raises(ModelError, match=rf"^--kv-blocks: {blocks} blocks .* leaves .* 1000 blocks"):
+            plan(tiny_models.engine_config(kv_blocks=blocks), model, shapes, memory)
+
+
 def test_measured_capacity_uses_this_machine() -> None:
     """The whole path: real free memory is plenty for a tiny model."""
     model = tiny_models.fresh("gpt2")
     assert measure_capacity(model, tiny_models.engine_config(kv_blocks=0)).kv_blocks == 16 * 25
-
-
-def cgroup(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("_", ".", 1)).write_text(text)
-
-
-def test_the_tightest_cgroup_counts_and_page_cache_is_free(tmp_path: Path) -> None:
-    """Version 2: the parent's limit is tighter; no limit anywhere is None."""
-    mount, member = tmp_path / "fs", tmp_path / "member"
-    member.write_text("0::/pod/container\n")
-    stat = "anon 5\ninactive_file 100\n"
-    cgroup(mount / "pod" / "container", memory_max="max", memory_current="900", memory_stat=stat)
-    assert cgroup_free_bytes(member, mount) is None
-    cgroup(mount / "pod", memory_max="2000", memory_current="900", memory_stat=stat)
-    assert cgroup_free_bytes(member, mount) == 1200
-    cgroup(mount / "pod" / "container", memory_max="1500", memory_current="900", memory_stat=stat)
-    assert cgroup_free_bytes(member, mount) == 700
-    cgroup(mount / "pod" / "container", memory_max="800", memory_current="900", memory_stat=stat)
-    assert cgroup_free_bytes(member, mount) == 0, "a full cgroup has nothing free, and is not without limit"
-    assert cgroup_free_bytes(tmp_path / "absent", mount) is None
 
 
 @pytest.mark.model

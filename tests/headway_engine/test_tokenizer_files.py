@@ -103,6 +103,61 @@ def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path, monkeypa
     assert resolve(f"file://{folder}", "main", tmp_path / "cache").tokenizer_dir != first
 
 
+def test_a_further_chat_template_is_part_of_the_content(tmp_path: Path) -> None:
+    """It lies in a folder of its own, which a conversion reads too."""
+    folder = folder_with_model(tmp_path / "model")
+    byte_pairs(folder)
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    found = set()
+    for text in ("one", "two"):
+        (templates / "tool_use.jinja").write_text(text)
+        converted = resolve(f"file://{folder}", "main", tmp_path / "cache").tokenizer_dir
+        assert converted is not None
+        assert (converted / "additional_chat_templates" / "tool_use.jinja").read_text() == text
+        found.add(converted)
+    assert len(found) == 2
+
+
+def test_the_same_tokenizer_in_another_folder_is_converted_once(tmp_path: Path) -> None:
+    """Weights are no part of it."""
+    folder = folder_with_model(tmp_path / "model")
+    byte_pairs(folder)
+    copy = Path(shutil.copytree(folder, tmp_path / "another name"))
+    (copy / "model.safetensors").write_bytes(b"other weights")
+    one, other = (
+        resolve(f"file://{place}", "main", tmp_path / "cache").tokenizer_dir for place in (folder, copy)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "vocab.bpe", "source.spm", "tokens.vocab"])
+def test_every_file_that_may_be_read_counts(name: str, tmp_path: Path) -> None:
+    """Tokenizers' files have many names; two files never look like one."""
+    (tmp_path / name).write_text("ab")
+    first = tokenizer_files.digest(tmp_path)
+    (tmp_path / name).write_text("ac")
+    second = tokenizer_files.digest(tmp_path)
+    (tmp_path / name).write_text("a")
+    (tmp_path / f"{name}c").write_text("")
+    assert len({first, second, tokenizer_files.digest(tmp_path)}) == 3
+
+
+def test_a_folder_that_changes_while_it_is_converted_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    folder = folder_with_model(tmp_path / "model")
+    byte_pairs(folder)
+    really = tokenizer_files.convert
+
+    def meanwhile(folder: Path, out: Path) -> None:
+        really(folder, out)
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+
+    monkeypatch.setattr(tokenizer_files, "convert", meanwhile)
+    with pytest.raises(ModelError, match=r"model changed while it was converted"):
+        resolve(f"file://{folder}", "main", tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
+
+
 def test_a_folder_that_has_one_is_used_as_it_is(tmp_path: Path) -> None:
     folder = folder_with_model(tmp_path)
     tokenizer = tiny_models.source("llama").tokenizer_dir

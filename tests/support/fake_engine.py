@@ -179,7 +179,9 @@ def load(settings: config.EngineConfig, progress: Callable[[str], None]) -> core
         embeddings=Embeddings(pooling=Pooling.LAST, dimensions=3),
     )
     scheduler = Scheduler(capacity, limits, tenants=core_process.tenant_policy(settings))
-    return core_process.Core(scheduler, toy.run, ready)
+    fifo = os.environ.get("FAKE_DISPROOF")  # opening it waits for whoever writes the reason
+    disproof = Path(fifo).read_text if fifo else None
+    return core_process.Core(scheduler, toy.run, ready, disproof=disproof)
 
 
 def main(argv: list[str]) -> int:

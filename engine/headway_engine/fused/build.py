@@ -12,11 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from functools import cache
 from pathlib import Path
 
+from headway_engine import drafts
 from headway_engine.fused import isa
 from headway_engine.logs import fields
 from headway_engine.model_source import default_cache_dir
@@ -117,16 +117,21 @@ def library_name(chosen: str) -> str:
 
 
 def compile_into(folder: Path, chosen: str) -> Path:
-    """Compile for one instruction set; the file appears by one rename. RuntimeError says what is missing."""
+    """Compile for one instruction set; the file appears by one rename. RuntimeError says what is missing.
+
+    Of several processes that want the same at once, one compiles and the others take what it made.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise RuntimeError("no C++ compiler (g++ or clang++) was found")
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(chosen)
     flags = isa.INSTRUCTION_SETS[chosen].compiler_flags
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        draft = Path(work) / target.name
+    before = _made_at_ns(target)
+    with drafts.draft_of(target) as work:
+        if _made_at_ns(target) != before:  # by another process, while we waited for it
+            return target
+        draft = work / target.name
         command = [*compiler.split(), *_BASE, *flags, str(SOURCE), "-o", str(draft)]
         try:
             done = subprocess.run(
@@ -142,6 +147,10 @@ def compile_into(folder: Path, chosen: str) -> Path:
         draft.replace(target)
     log.info(fields("kernels-built", file=target.name, seconds=round(time.monotonic() - began_s, 1)))
     return target
+
+
+def _made_at_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def main(argv: list[str]) -> int:
