@@ -35,7 +35,7 @@ def unpacked_bytes(gguf: Path) -> int:
 
     reader_of: Any = library  # its types do not foresee another reader
     try:
-        with _parsed_once():
+        with parsed_once():
             tensors = reader_of.GGUFReader(str(gguf)).tensors
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error

@@ -1,13 +1,16 @@
 """A GGUF file as a model whose matrices stay in the file's blocks.
 
-transformers and gguf know the names of tensors and the order of their rows; here blocks are put where the model
-wants them. Only for architectures whose tensors are at most reordered by rows, which keeps blocks whole. Knows
-nothing of kernels.
+transformers and gguf know the names of tensors and the order of their rows; here blocks are put where the
+model wants them. Only for architectures whose tensors are at most reordered by rows, which keeps blocks
+whole. Parsing the file takes seconds, so what is in it is written down once (`write_index`) and read from
+there. Knows nothing of kernels and caches.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -20,123 +23,155 @@ from headway_engine.packed_weights import BlockedEmbedding, BlockedLinear, Block
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """GGUF's names of the Llama shapes."""
 
+_INDEX = "blocks.json"
 _VALUES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def architecture_of(gguf: Path) -> str:
-    """The architecture that the file names. Raises ModelError."""
-    reader = _opened(gguf)
-    field = reader.fields.get("general.architecture")
-    return str(field.contents()) if field is not None else ""
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file."""
+
+    gguf_name: str
+    name: str  # of the model's parameter
+    type: str  # gguf's name of it
+    shape: tuple[int, ...]  # of the parameter, in weights
+    first_byte: int
+    bytes: int
 
 
-def has_blocks(gguf: Path) -> bool:
-    """Whether any of the file's tensors are in blocks that can be kept. Raises ModelError."""
-    return any(kept_packed(tensor.tensor_type.name) for tensor in _opened(gguf).tensors)
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What is in a file. No tensors: its matrices cannot be kept in blocks."""
+
+    architecture: str
+    tensors: tuple[Tensor, ...] = ()
 
 
-def read_packed(gguf: Path, dtype: torch.dtype) -> Any:
-    """The transformers module of a file whose architecture is one of ARCHITECTURES, on the CPU: matrices in
-    blocks, the rest in `dtype`. Raises ModelError that names what the file lacks."""
+def write_index(gguf: Path, out: Path) -> None:
+    """Save configuration and index under `out`. Raises ModelError."""
+    import gguf as library
     import transformers
 
+    reader_of: Any = library  # their types do not foresee this use
     auto: Any = transformers
     try:
         with parsed_once():
             config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            reader = reader_of.GGUFReader(str(gguf))
+        architecture = str(reader.fields["general.architecture"].contents())
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+    config.save_pretrained(str(out))
+    index = Index(architecture)
+    if architecture in ARCHITECTURES and any(kept_packed(t.tensor_type.name) for t in reader.tensors):
+        index = Index(architecture, _tensors(reader, architecture, config))
+    (out / _INDEX).write_bytes(msgspec.json.encode(index))
+
+
+def read_index(folder: Path) -> Index:
+    """What `write_index` wrote."""
+    return msgspec.json.decode((folder / _INDEX).read_bytes(), type=Index)
+
+
+def read_packed(gguf: Path, folder: Path, dtype: torch.dtype) -> Any:
+    """The transformers module of a file whose index has tensors, on the CPU: matrices in the file's blocks,
+    the rest in `dtype`. `folder` has the index. Raises ModelError that names what the file lacks."""
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils
+
+    auto: Any = transformers
+    known: Any = modeling_gguf_pytorch_utils
+    config = auto.AutoConfig.from_pretrained(str(folder))
     with torch.device("meta"):
         module = auto.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    tensors = _tensors(gguf, module)
-    tied = bool(config.tie_word_embeddings) or "lm_head.weight" not in tensors
-    _fill(module, tensors, dtype, gguf)
-    if tied:
+    index = read_index(folder)
+    processor = known.TENSOR_PROCESSORS.get(index.architecture, known.TensorProcessor)(
+        config=config.to_dict()
+    )
+    file = np.memmap(gguf, dtype=np.uint8, mode="r")
+    found = {}
+    for tensor in index.tensors:
+        raw = file[tensor.first_byte : tensor.first_byte + tensor.bytes]
+        rows = raw.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else raw
+        found[tensor.name] = (processor.process(rows, tensor.gguf_name).weights, tensor)
+    _fill(module, found, dtype, gguf)
+    if "lm_head.weight" not in found:
         module.set_submodule("lm_head", _tied_head(module.get_input_embeddings()))
     _renew_buffers(module, config)
     return module
 
 
-def _opened(gguf: Path) -> Any:
+_Found = dict[str, tuple[Any, Tensor]]
+
+
+def _tensors(reader: Any, architecture: str, config: Any) -> tuple[Tensor, ...]:
     import gguf as library
+    import transformers
 
-    reader: Any = library  # its types do not foresee the replaced parser
-    try:
-        with parsed_once():
-            return reader.GGUFReader(str(gguf))
-    except Exception as error:
-        raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
-
-
-def _tensors(gguf: Path, module: Any) -> dict[str, tuple[Any, str]]:
-    """(array, type name) of every tensor, by the module's own name for it; rows in the module's order."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    known: Any = modeling_gguf_pytorch_utils
-    architecture = architecture_of(gguf)
-    processor = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)(
-        config=module.config.to_dict()
+    auto: Any = transformers
+    with torch.device("meta"):
+        module = auto.AutoModelForCausalLM.from_config(config)
+    arch = next(arch for arch, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = library.get_tensor_name_map(arch, config.num_hidden_layers)
+    parameters: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, parameter in module.state_dict().items():
+        stem, _, kind = name.rpartition(".")
+        if (gguf_stem := names.get_name(stem)) is not None:
+            parameters[f"{gguf_stem}.{kind}"] = (name, tuple(parameter.shape))
+    return tuple(
+        Tensor(
+            gguf_name=tensor.name,
+            name=parameters[tensor.name][0],
+            type=tensor.tensor_type.name,
+            shape=parameters[tensor.name][1],
+            first_byte=int(tensor.data_offset),
+            bytes=int(tensor.n_bytes),
+        )
+        for tensor in reader.tensors
+        if tensor.name in parameters
     )
-    if type(processor) not in (known.TensorProcessor, known.LlamaTensorProcessor):
-        raise ModelError(f"model: {gguf}: tensors of {architecture} cannot be kept in blocks")
-    names = known.get_gguf_hf_weights_map(module, processor)
-    found: dict[str, tuple[Any, str]] = {}
-    for tensor in _opened(gguf).tensors:
-        name = names.get(tensor.name)
-        if name is None:
-            continue
-        rows = tensor.data if tensor.data.ndim > 1 else tensor.data[None]
-        ordered = processor.process(rows, tensor.name).weights
-        found[name] = (ordered if tensor.data.ndim > 1 else ordered[0], tensor.tensor_type.name)
-    return found
 
 
-def _fill(module: Any, tensors: dict[str, tuple[Any, str]], dtype: torch.dtype, gguf: Path) -> None:
+def _fill(module: Any, found: _Found, dtype: torch.dtype, gguf: Path) -> None:
     missing: list[str] = []
     for name, part in list(module.named_modules()):
-        for kind, parameter in list(part.named_parameters(recurse=False)):
+        for kind, _ in list(part.named_parameters(recurse=False)):
             full = f"{name}.{kind}"
-            if full not in tensors:
+            if full not in found:
                 if name != "lm_head":
                     missing.append(full)
                 continue
-            array, type_name = tensors[full]
-            if kind == "weight" and kept_packed(type_name) and isinstance(part, nn.Linear | nn.Embedding):
-                columns = parameter.shape[1]
-                matrix = BlockedMatrix(np.asarray(array), type_name, columns)
+            raw, tensor = found[full]
+            if kind == "weight" and isinstance(part, nn.Linear | nn.Embedding) and kept_packed(tensor.type):
+                matrix = BlockedMatrix(raw, tensor.type, tensor.shape[1])
                 replacement = (
                     BlockedEmbedding(matrix, dtype)
                     if isinstance(part, nn.Embedding)
-                    else BlockedLinear(matrix, _bias(tensors, name, dtype))
+                    else BlockedLinear(matrix, _bias(found, name, dtype))
                 )
                 module.set_submodule(name, replacement)
                 break  # its bias went along
-            setattr(
-                part,
-                kind,
-                nn.Parameter(_values(array, type_name, parameter.shape, dtype), requires_grad=False),
-            )
+            setattr(part, kind, nn.Parameter(_values(raw, tensor, dtype), requires_grad=False))
     if missing:
         raise ModelError(f"model: {gguf} lacks weights of {module.config.model_type}: {sorted(missing)[:5]}")
 
 
-def _bias(tensors: dict[str, tuple[Any, str]], name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    found = tensors.get(f"{name}.bias")
-    return None if found is None else _values(*found, found[0].shape, dtype)
+def _bias(found: _Found, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    bias = found.get(f"{name}.bias")
+    return None if bias is None else _values(*bias, dtype)
 
 
-def _values(array: Any, type_name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Plain numbers, or blocks of a type that is not kept, in `dtype`."""
-    if type_name in _VALUES:
-        raw = torch.from_numpy(np.array(array)).view(torch.uint8).view(_VALUES[type_name])
-        return raw.view(shape).to(dtype)
+def _values(raw: Any, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Plain numbers, or those of blocks of a type that is not kept, in `dtype`."""
+    if tensor.type in _VALUES:
+        return torch.from_numpy(np.array(raw)).view(_VALUES[tensor.type]).view(tensor.shape).to(dtype)
     from gguf import GGMLQuantizationType, quants
 
-    wide = quants.dequantize(np.asarray(array), GGMLQuantizationType[type_name])
-    return torch.from_numpy(wide).view(shape).to(dtype)
+    wide = quants.dequantize(np.array(raw), GGMLQuantizationType[tensor.type])
+    return torch.from_numpy(wide).view(tensor.shape).to(dtype)
 
 
-def _tied_head(embedding: Any) -> Any:
+def _tied_head(embedding: Any) -> nn.Module:
     if isinstance(embedding, BlockedEmbedding):
         return BlockedLinear(embedding.matrix)
     head = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")

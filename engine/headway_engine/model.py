@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
 from headway_engine.devices import choose_device, choose_dtype
-from headway_engine.gguf_packed import ARCHITECTURES, architecture_of, has_blocks, read_packed
+from headway_engine.gguf_packed import read_index, read_packed
 from headway_engine.listening import attention_calls
 from headway_engine.logs import fields
 from headway_engine.model_source import (
@@ -25,6 +25,7 @@ from headway_engine.model_source import (
     RandomShape,
     SourceKind,
     default_cache_dir,
+    index_folder,
     resolve,
     weights_folder,
 )
@@ -99,12 +100,12 @@ def load(
             raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
         progress(f"making a random {source.shape.architecture} model")
         module = _random_model(source.shape, compute)
-    elif keep_blocks and target.type == "cpu" and not quantize and stays_in_blocks(source):
+    elif keep_blocks and target.type == "cpu" and not quantize and (folder := blocks_of(source, progress)):
         assert source.path is not None
         progress(
-            f"reading {source.path.name}, its weights stay in {source.path.stat().st_size / 2**30:.2f} GiB"
+            f"reading {source.path.name}: weights stay in its {source.path.stat().st_size / 2**30:.2f} GiB"
         )
-        module = read_packed(source.path, compute)
+        module = read_packed(source.path, folder, compute)
     else:
         folder = weights_folder(source, progress)
         module = read_folder(folder, source.uri, compute, quantize, progress)
@@ -130,11 +131,13 @@ def load(
     )
 
 
-def stays_in_blocks(source: ModelSource) -> bool:
-    """Whether the matrices of this model can be kept in the blocks of a GGUF file. Raises ModelError."""
-    if source.kind is not SourceKind.GGUF or source.path is None:
-        return False
-    return architecture_of(source.path) in ARCHITECTURES and has_blocks(source.path)
+def blocks_of(source: ModelSource, progress: Callable[[str], None]) -> Path | None:
+    """The folder of the index, if matrices of this model can be kept in the blocks of a GGUF file; else None.
+    Raises ModelError."""
+    if source.kind is not SourceKind.GGUF:
+        return None
+    folder = index_folder(source, progress)
+    return folder if read_index(folder).tensors else None
 
 
 def _text_config(module: Any) -> Any:

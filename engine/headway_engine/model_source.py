@@ -161,6 +161,23 @@ def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path
     return drafts.once(_gguf_cache(source.content, source.cache_dir) / "weights", convert)
 
 
+def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
+    """A folder with the index of a GGUF file, see `gguf_packed`. Raises ModelError."""
+    assert source.path is not None
+    assert source.content is not None
+    gguf, content = source.path, source.content
+
+    def index(out: Path) -> None:
+        from headway_engine.gguf_packed import write_index
+
+        progress(f"reading what is in {gguf.name} (once)")
+        write_index(gguf, out)
+        if not file_digest.unchanged(content):
+            raise _changed(gguf)
+
+    return drafts.once(_gguf_cache(content, source.cache_dir) / "index", index)
+
+
 def _resolve_path(
     uri: str, path: Path, revision: str, cache_dir: Path, progress: Callable[[str], None]
 ) -> ModelSource:

@@ -1,7 +1,7 @@
 """Modules whose weights stay in the blocks of their file: they compute right, and slowly.
 
-The kernels take the blocks over. Until then, and for the model's own forward pass (probes, the check at start),
-these modules widen what they need while they need it. Knows nothing of files and of the kernels' layout.
+The kernels take the blocks over. Until then, and for the model's own forward pass (probes, the check at
+start), these modules widen what they need while they need it. Knows nothing of files.
 """
 
 from typing import Any

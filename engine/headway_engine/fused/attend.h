@@ -13,13 +13,6 @@ struct Rows {  // a plain matrix to write to
   }
 };
 
-template <class T>
-static inline void put_row(const float* from, int n, T* to) {
-  int i = 0;
-  for (; i + W <= n; i += W) store(to + i, load(from + i));
-  for (; i < n; i++) narrow(from[i], to + i);
-}
-
 // Few: query[head][q][d], and the same in bfloat16. Many, of one head: query[d][q] times `factor`, with the lanes that are
 // left over 0.
 template <class T>

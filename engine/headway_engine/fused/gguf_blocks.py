@@ -1,8 +1,8 @@
 """GGUF's quantized blocks as codes, scales and offsets: the same weights, in the form the kernels pack.
 
 One function for each type of block; layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. Types
-of 4 bits become codes of 4 bits, those of 5, 6 and 8 bits codes of 8. Nothing is rounded, except for types with
-scales of scales (the K types): their products are kept in half precision. Knows nothing of files and models.
+of 4 bits become codes of 4 bits, those of 5, 6 and 8 bits codes of 8. Nothing is rounded, except for types
+with scales of scales (the K types): their products are kept in half precision. Knows nothing of files.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@
 // of its own. Threads are OpenMP's, shared with torch.
 
 #include "attend.h"
+#include "linear.h"
 #include "llama.h"
 #include "matrix.h"
 #include "sampling.h"
@@ -53,8 +54,25 @@ void hw_pack(const void* from, const void* scales, const void* offsets, int32_t 
   pack_matrix(from, scales, offsets, n, k, element, group, to, first, width);
 }
 
-// to[columns] = one row of a packed matrix, in float32.
-void hw_matrix_row(const Matrix* m, int64_t row, float* to) { matrix_row(*m, row, to); }
+// x.to[i] = row ids[i] of a packed matrix, which has it. 0, or 1 when memory ran out.
+int32_t hw_gather_rows(const Matrix* m, const int64_t* ids, const PlainRows* x, int32_t threads) {
+  try {
+    gather_rows(*m, ids, *x, threads);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+
+// x.to[rows, m.rows] = x.from[rows, m.columns] x the matrix + bias (or null). 0, or 1 when memory ran out.
+int32_t hw_linear(const Matrix* m, const PlainRows* x, const float* bias, int32_t short_sums, int32_t threads) {
+  try {
+    linear(*m, *x, bias, short_sums, threads);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
 
 // 0, or 1 when memory ran out before anything was computed.
 int32_t hw_run(const Model* m, const Step* s) {

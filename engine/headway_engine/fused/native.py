@@ -51,6 +51,12 @@ class CMatrix(ctypes.Structure):
     )
 
 
+class CRows(ctypes.Structure):
+    """C's PlainRows: where rows of a product come from and go to."""
+
+    _fields_ = (("from_", c_void_p), ("to", c_void_p), ("rows", c_int64), ("is_short", c_int32))
+
+
 class CLayer(ctypes.Structure):
     _fields_ = (
         *((name, CMatrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -133,8 +139,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         *(c_void_p,) * 3, *(c_int32,) * 4, c_void_p, c_int32, c_int32,
     )  # fmt: skip
     library.hw_pack.restype = None
-    library.hw_matrix_row.argtypes = (POINTER(CMatrix), c_int64, c_void_p)
-    library.hw_matrix_row.restype = None
+    library.hw_gather_rows.argtypes = (POINTER(CMatrix), c_void_p, POINTER(CRows), c_int32)
+    library.hw_gather_rows.restype = c_int32
+    library.hw_linear.argtypes = (POINTER(CMatrix), POINTER(CRows), c_void_p, c_int32, c_int32)
+    library.hw_linear.restype = c_int32
     library.hw_run.argtypes = (POINTER(CModel), POINTER(CStep))
     library.hw_run.restype = c_int32
     library.hw_attend.argtypes = (

@@ -62,11 +62,11 @@ class GroupedCodes:
 
     def weights(self) -> torch.Tensor:
         """[rows, columns] float32."""
-        scales = self.scales.float()
-        offsets = scales * (-8 if self.bits == 4 else -128) if self.offsets is None else self.offsets.float()
         rows, columns = self.shape
-        grouped = self.codes.float().view(rows, -1, self.group)
-        return (grouped * scales[..., None] + offsets[..., None]).view(rows, columns)
+        scales = self.scales.float()
+        offsets = scales * -(1 << self.bits - 1) if self.offsets is None else self.offsets.float()
+        wide = self.codes.to(torch.float32).view(rows, -1, self.group)
+        return wide.mul_(scales[..., None]).add_(offsets[..., None]).view(rows, columns)
 
 
 Weight = torch.Tensor | GroupedCodes
@@ -99,8 +99,8 @@ def stacked(weights: Seq[Weight]) -> Weight:
 
 
 class _Arena:
-    """Memory for panels, in large pieces: the system backs those with large pages, which are read some 20 % faster
-    than small ones. numpy asks for them; torch does not."""
+    """Memory for panels, in large pieces: the system backs those with large pages, which are read some 20 %
+    faster than small ones. numpy asks for them; torch does not."""
 
     _PIECE_BYTES = 64 << 20
     _LINE_BYTES = 64  # of a cache line
@@ -121,10 +121,10 @@ class _Arena:
 
 
 class Packer:
-    """Packs matrices with one library's layout and keeps their memory."""
+    """Packs matrices in the layout of one `library` and keeps their memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         self._columns = int(library.hw_panel_columns())
         self._kept: list[torch.Tensor] = []
         self._arena = _Arena()
@@ -132,7 +132,7 @@ class Packer:
     @property
     def multiplies_bf16(self) -> bool:
         """Whether products of bfloat16 are to be had."""
-        return bool(self._library.hw_multiplies_bf16())
+        return bool(self.library.hw_multiplies_bf16())
 
     def dense(self, stored: torch.dtype, short: bool) -> Element:
         """The element for plain weights kept in `stored`; `short`: products may be of bfloat16."""
@@ -153,10 +153,10 @@ class Packer:
         element = weights[0].element if isinstance(weights[0], GroupedCodes) else dense
         group = weights[0].group if isinstance(weights[0], GroupedCodes) else 0
         width = self._columns // len(weights)
-        packed = self._arena.take(self._library.hw_packed_bytes(element, n, k, group, width))
+        packed = self._arena.take(self.library.hw_packed_bytes(element, n, k, group, width))
         for i, weight in enumerate(weights):
             sources = _sources(weight, element)
-            self._library.hw_pack(
+            self.library.hw_pack(
                 *(None if s is None else s.data_ptr() for s in sources),
                 n, k, element, group, packed.data_ptr(), i * width, width,
             )  # fmt: skip

@@ -81,7 +81,8 @@ struct Tiles {
 
 enum Mode { STORE, ADD, GATE };
 
-// Where a product goes. STORE, ADD: rows of `stride` floats. GATE: SiLU(first half of a panel) * second half, in tiles.
+// Where a product goes. STORE, ADD: rows of `stride` floats; STORE may write bfloat16 instead, to `short_to`. GATE:
+// SiLU(first half of a panel) * second half, in tiles.
 template <class T>
 struct Out {
   float* to;
@@ -90,7 +91,26 @@ struct Out {
   int columns;
   Mode mode;
   Tiles<T> tiles;
+  bf16* short_to = nullptr;
 };
+
+// to[n] (+)= the first n of NR results, plus bias.
+template <class E>
+static inline void finish_row(vf low, vf high, E* to, const float* bias, int n, bool add) {
+  for (int half = 0; half < 2; half++) {
+    const int at = half * W, left = std::min(W, n - at);
+    if (left <= 0) break;
+    vf y = half ? high : low;
+    if (left == W) {
+      if (bias) y += load(bias + at);
+      if (add) y += load(to + at);
+      store(to + at, y);
+    } else {
+      for (int i = 0; i < left; i++)
+        narrow(y[i] + (bias ? bias[at + i] : 0.0f) + (add ? widen(to[at + i]) : 0.0f), to + at + i);
+    }
+  }
+}
 
 // A row's NR results of one panel, on their way out.
 template <class T>
@@ -100,22 +120,8 @@ static inline void finish(vf low, vf high, const Out<T>& o, int64_t row, int pan
     return;
   }
   const int first = panel * NR, n = std::min(NR, o.columns - first);
-  float* to = o.to + row * o.stride + first;
-  for (int half = 0; half < 2; half++) {
-    const int at = half * W, left = std::min(W, n - at);
-    if (left <= 0) break;
-    vf y = half ? high : low;
-    if (left == W) {
-      if (o.bias) y += load(o.bias + first + at);
-      if (o.mode == ADD) y += load(to + at);
-      store(to + at, y);
-    } else {
-      for (int i = 0; i < left; i++) {
-        const float x = y[i] + (o.bias ? o.bias[first + at + i] : 0.0f);
-        to[at + i] = o.mode == ADD ? to[at + i] + x : x;
-      }
-    }
-  }
+  if (o.short_to) finish_row(low, high, o.short_to + row * o.stride + first, o.bias ? o.bias + first : nullptr, n, false);
+  else finish_row(low, high, o.to + row * o.stride + first, o.bias ? o.bias + first : nullptr, n, o.mode == ADD);
 }
 
 // Who of a team does which part of a product: each thread has a share of its own, in order, and takes from others'

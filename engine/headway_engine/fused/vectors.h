@@ -103,6 +103,14 @@ static inline void narrow(float x, bf16* to) {  // to nearest, ties to even; NaN
   *to = x != x ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// n floats, in the type of `to`.
+template <class T>
+static inline void put_row(const float* from, int n, T* to) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  for (; i < n; i++) narrow(from[i], to + i);
+}
+
 // e^x to about one unit in the last place: Cephes' polynomial after splitting off the power of two.
 static inline vf exp_(vf x) {
   vf low = all(-87.3f), high = all(88.3f);
