@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
 from headway_engine.devices import choose_device, choose_dtype
-from headway_engine.listening import attention_calls
+from headway_engine.listening import LayerShape, listen
 from headway_engine.logs import fields
+from headway_engine.model_error import ELSEWHERE
 from headway_engine.model_source import (
     ModelError,
     ModelSource,
@@ -57,6 +58,7 @@ class LoadedModel:
     max_model_tokens: int
     description: str  # "LlamaForCausalLM, 134.5 M parameters"
     eos_token_ids: tuple[int, ...]
+    layer_shapes: Mapping[int, LayerShape] = field(default_factory=dict)  # of keys and values, by layer
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
 
     @property
@@ -100,11 +102,7 @@ def load(
     module = module.eval().requires_grad_(False).to(target)
     config = _text_config(module)
     max_model_tokens = context_limit(config, max_model_len)
-    if reason := (
-        refusal(module, config, max_model_tokens)
-        or unheard(attention_calls(module, target), max_model_tokens)
-    ):
-        raise ModelError(f"model: {type(module).__name__} cannot be served: {reason}")
+    layer_shapes = _heard_shapes(module, config, max_model_tokens, target)
     millions = sum(p.numel() for p in module.parameters()) / 1e6
     return LoadedModel(
         module=module,
@@ -115,8 +113,23 @@ def load(
         max_model_tokens=max_model_tokens,
         description=f"{type(module).__name__}, {millions:.1f} M parameters",
         eos_token_ids=_eos_token_ids(module, int(getattr(config, "vocab_size", 0))),
+        layer_shapes=layer_shapes,
         sampling_defaults=_sampling_defaults(module),
     )
+
+
+def _heard_shapes(
+    module: Any, config: Any, max_model_tokens: int, device: torch.device
+) -> Mapping[int, LayerShape]:
+    """Shapes of keys and values by layer. Raises ModelError for a model that cannot be served right."""
+    reason = refusal(module, config, max_model_tokens)
+    if reason is None:
+        heard = listen(module, device)
+        reason = unheard(heard.calls, max_model_tokens)
+        if reason is None and heard.why_not_paged is None:
+            return heard.shapes
+        reason = reason or f"{heard.why_not_paged}; {ELSEWHERE}"
+    raise ModelError(f"model: {type(module).__name__} cannot be served: {reason}")
 
 
 def _text_config(module: Any) -> Any:

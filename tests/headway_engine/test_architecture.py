@@ -226,6 +226,6 @@ def test_listening_leaves_the_model_as_it_was() -> None:
     """One call a layer, and the attention it had before."""
     module = tiny_models.plain("qwen2")
     before = module.config._attn_implementation
-    calls = listening.attention_calls(module, torch.device("cpu"))
+    calls = listening.listen(module, torch.device("cpu")).calls
     assert [c["layer"] for c in calls] == [0, 1]
     assert module.config._attn_implementation == before

@@ -7,7 +7,6 @@ the module itself, so every fixed scaling of it is right here too.
 """
 
 import ctypes
-import logging
 from collections.abc import Iterator
 from ctypes import POINTER, cast
 from typing import Any
@@ -19,13 +18,10 @@ from headway_engine.fused import native
 from headway_engine.fused.packing import Packer
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
-from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import StepRunner, logit_rows, plain_logits
-
-log = logging.getLogger(__name__)
+from headway_engine.stepping import StepRunner, logit_rows
 
 
 def why_not_fused(model: LoadedModel) -> str | None:
@@ -44,17 +40,15 @@ class FusedRunner(StepRunner):
 
     def __init__(self, model: LoadedModel, capacity: Capacity, library: ctypes.CDLL, threads: int) -> None:
         super().__init__(model, capacity, KernelPicker(library, threads))
-        plain = plain_logits(model, capacity)
         self._library = native.declare(library)
         self._packer = Packer(self._library)
         stored = narrowest(model)
         self._dense = self._packer.dense(stored, short=model.dtype is torch.bfloat16)
-        log.info(fields("runner", runner="fused", weights=stored, computes=model.dtype))
+        self.weights = str(stored).removeprefix("torch.")
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         with torch.inference_mode():
             self._c_model = self._take_over(model, capacity, threads)
-        self._compare(plain)
         self._cache.warm()
 
     @property
