@@ -29,7 +29,7 @@ TEXTS = (
 """One for each sequence. Ordinary text: special tokens alone make a model's numbers ill-conditioned, and what
 rounding does to them says nothing of what it does to answers."""
 
-_BEGINNING = ((7, 3), (1, 14), (11, 1), (1, 1), (1, 4), (3, 1))
+_BEGINNING = ((9, 4), (1, 12), (12, 1), (1, 1), (1, 6))
 """Tokens of each sequence in each step: chunks that begin and end inside blocks, beside decodes, and decodes
 alone. What is left is read in two large chunks, and the last token is a decode."""
 
@@ -51,22 +51,22 @@ def texts(model: LoadedModel, tokens: int) -> torch.Tensor:
     """Ids [2, tokens] of the two texts, over and over where they are too short; of a model without a
     tokenizer, ids from all over its vocabulary."""
     vocabulary = int(model.config.vocab_size)
-    rows = [_encoded(model, text, vocabulary) for text in TEXTS]
-    rows = [row or [(i * 37 + 11 * n) % vocabulary for i in range(tokens)] for n, row in enumerate(rows)]
+    rows = _encoded(model, vocabulary)
+    rows = [row or [(i * 37 + 11 * n + 11) % vocabulary for i in range(tokens)] for n, row in enumerate(rows)]
     return torch.tensor([(row * (tokens // len(row) + 1))[:tokens] for row in rows], device=model.device)
 
 
-def _encoded(model: LoadedModel, text: str, vocabulary: int) -> list[int]:
+def _encoded(model: LoadedModel, vocabulary: int) -> list[list[int]]:
     if model.tokenizer_dir is None:
-        return []
+        return [[] for _ in TEXTS]
     tokenizer = Tokenizer.from_file(str(model.tokenizer_dir / "tokenizer.json"))
-    return [id for id in tokenizer.encode(text).ids if id < vocabulary]
+    return [[id for id in tokenizer.encode(text).ids if id < vocabulary] for text in TEXTS]
 
 
 def sizes(tokens: int) -> list[tuple[int, int]]:
     """Tokens of the two sequences in each step, `tokens` of each altogether."""
     rest = tokens - sum(first for first, _ in _BEGINNING)
-    plan = [*_BEGINNING, (rest - 2, 1), (1, rest - 2), (1, 1)] if rest > 2 else [*_BEGINNING, (rest, rest)]
+    plan = [*_BEGINNING, (rest - 2, 1), (1, rest - 2), (1, 1)] if rest > 2 else [*_BEGINNING, (2, 2)]
     left = [tokens, tokens]
     found = []
     for first, second in plan:

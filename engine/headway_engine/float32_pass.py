@@ -13,21 +13,24 @@ from torch import nn
 
 from headway_engine.small_copy import widenable
 
+_LARGE = 1 << 20
+"""Numbers of a weight that is widened in memory kept for the next: new memory costs four times as much."""
 
-def logits(module: Any, ids: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits [sequences, tokens, columns] of `ids` [sequences, tokens], in float32 if the module is, with
-    attention as transformers chooses it; `columns`: these tokens' logits, else all."""
+
+def logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [sequences, tokens, vocabulary] of `ids` [sequences, tokens], as float32: those of the module's
+    own pass in its own type, with attention as transformers chooses it."""
     with torch.no_grad(), plain_attention(module):
         found: torch.Tensor = module(input_ids=ids, use_cache=False).logits
-    return (found if columns is None else found[..., columns]).float()
+    return found.float()
 
 
 def float32_logits(module: Any, ids: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The same as if all weights had been float32 from the start."""
+    """Logits of the tokens `columns`, as if all weights had been float32 from the start."""
     head = module.get_output_embeddings()
     with in_float32(module, columns):
-        cut = head is not None and bool(widenable(head))
-        return logits(module, ids, None if cut else columns)
+        found = logits(module, ids)
+    return found if head is not None and widenable(head) else found[..., columns]
 
 
 @contextmanager
@@ -44,40 +47,65 @@ def plain_attention(module: Any) -> Iterator[None]:
 @contextmanager
 def in_float32(module: Any, columns: torch.Tensor) -> Iterator[None]:
     """Meanwhile the module computes in float32, and its head makes the logits of `columns` only."""
+    inputs, head, room = module.get_input_embeddings(), module.get_output_embeddings(), _Room(columns.device)
     with ExitStack() as stack:
         for part in module.modules():
             if widenable(part):
-                rows = columns if part is module.get_output_embeddings() else None
-                hooks = _Widening(part, rows, looks_up=part is module.get_input_embeddings())
-                stack.callback(part.register_forward_pre_hook(hooks.widen).remove)
-                stack.callback(part.register_forward_hook(hooks.restore, always_call=True).remove)
+                widening = _Widening(room, columns if part is head else None, looks_up=part is inputs)
+                stack.callback(part.register_forward_pre_hook(widening.begin).remove)
+                stack.callback(part.register_forward_hook(widening.end, always_call=True).remove)
         yield
+
+
+class _Room:
+    """Memory for widened weights. What was taken last is given back first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, device=device)
+        self.used = 0
+
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in float32, which is good until the memory is given back."""
+        end = self.used + tensor.numel()
+        if self._memory.numel() < end:
+            # Those who have some of the old memory keep it.
+            self._memory = torch.empty(end, device=tensor.device)
+        taken = self._memory[self.used : end].view(tensor.shape)
+        self.used = end
+        return taken.copy_(tensor)
 
 
 class _Widening:
     """Of one module, while it computes."""
 
-    def __init__(self, part: nn.Module, rows: torch.Tensor | None, looks_up: bool) -> None:
-        self._part, self._rows, self._looks_up = part, rows, looks_up
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._padding: Any = None
+    def __init__(self, room: _Room, rows: torch.Tensor | None, looks_up: bool) -> None:
+        """`rows` are those of its weights that are needed; those that are looked up, where it `looks_up`."""
+        self._room, self._rows, self._looks_up = room, rows, looks_up
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._padding: int | None = None
+        self._used_before = 0
 
-    def widen(self, part: nn.Module, inputs: Any) -> Any:
-        rows, given = self._rows, inputs
+    def begin(self, part: nn.Module, inputs: Any) -> Any:
+        """See Module.register_forward_pre_hook."""
+        rows, given, self._used_before = self._rows, inputs, self._room.used
         if self._looks_up and len(inputs) == 1:
             rows, numbers = torch.unique(inputs[0], return_inverse=True)
             given = (numbers,)
         for tensor in widenable(part):
-            self._before.append((tensor, tensor.data))
-            taken = tensor.data if rows is None or tensor.dim() == 0 else tensor.data[rows]
-            tensor.data = taken.float()
+            self._own.append((tensor, tensor.data))
+            data = tensor.data if rows is None or tensor.dim() == 0 else tensor.data[rows]
+            # A small one may be a table of which the module returns a part.
+            large = isinstance(tensor, nn.Parameter) and data.numel() >= _LARGE
+            tensor.data = self._room.widened(data) if large else data.float()
         if isinstance(part, nn.Embedding):
-            self._padding, part.padding_idx = part.padding_idx, None
+            self._padding, part.padding_idx = part.padding_idx, None  # maybe none of the rows that are left
         return given
 
-    def restore(self, part: nn.Module, inputs: Any, out: Any) -> None:
-        while self._before:
-            tensor, data = self._before.pop()
+    def end(self, part: nn.Module, inputs: Any, out: Any) -> None:
+        """See Module.register_forward_hook."""
+        while self._own:
+            tensor, data = self._own.pop()
             tensor.data = data
+        self._room.used = self._used_before
         if isinstance(part, nn.Embedding):
             part.padding_idx = self._padding

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
-from headway_engine.devices import choose_device, choose_dtype
+from headway_engine.devices import choose_device, choose_dtype, slow_here
 from headway_engine.listening import LayerShape, listen
 from headway_engine.logs import fields
 from headway_engine.model_error import ELSEWHERE
@@ -27,7 +27,7 @@ from headway_engine.model_source import (
     resolve,
     weights_folder,
 )
-from headway_engine.weights import read_folder
+from headway_engine.weights import read_folder, stored_dtype
 
 log = logging.getLogger(__name__)
 
@@ -86,19 +86,20 @@ def load(
     `quantize` packs the weights while they are read, see `config.QUANTIZATIONS`; empty: as they are.
     """
     target = choose_device(device)
-    compute = choose_dtype(dtype, target)
-    if target.type == "cpu" and compute not in (torch.float32, choose_dtype("auto", target)):
-        # Right, and slow; the lean path widens bfloat16 while it reads, so it is no reason to refuse.
+    if source.shape is not None and quantize:
+        raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
+    folder = weights_folder(source, progress) if source.shape is None else None
+    compute = choose_dtype(dtype, target, stored_dtype(folder) if folder else None)
+    if slow_here(compute, target):
+        # Right, and slow; the fused path widens bfloat16 while it reads, so it is no reason to refuse.
         why = "this CPU imitates it; through transformers, float32 is several times faster"
         log.warning(fields("slow-dtype", dtype=dtype, why=why))
-    if source.shape is not None:
-        if quantize:
-            raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
+    if folder is not None:
+        module = read_folder(folder, source.uri, compute, quantize, progress)
+    else:
+        assert source.shape is not None, "a source has a folder or a shape"
         progress(f"making a random {source.shape.architecture} model")
         module = _random_model(source.shape, compute)
-    else:
-        folder = weights_folder(source, progress)
-        module = read_folder(folder, source.uri, compute, quantize, progress)
     module = module.eval().requires_grad_(False).to(target)
     config = _text_config(module)
     max_model_tokens = context_limit(config, max_model_len)

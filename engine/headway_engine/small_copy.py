@@ -41,7 +41,8 @@ class SmallCopy:
 
     def again(self) -> LoadedModel:
         """The same model once more, in the same memory: who takes its weights over empties that one alone."""
-        return dataclasses.replace(self.model, module=_shared(self.model.module, {}))
+        module = _shared(self.model.module, {})
+        return dataclasses.replace(self.model, module=module, config=module.config.get_text_config())
 
     def widened(self) -> "SmallCopy":
         """The same in float32."""

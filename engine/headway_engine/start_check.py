@@ -127,9 +127,11 @@ class Trial:
 
 
 def relative_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Of rows [..., columns]: the length of the difference over the length of the truth."""
-    difference: torch.Tensor = torch.linalg.vector_norm(found - truth, dim=-1)
-    return difference / torch.linalg.vector_norm(truth, dim=-1).clamp(min=1e-6)
+    """Of rows [..., columns]: the length of the difference over the length of the truth, or a tenth of what
+    rows have in general: some tokens (those of padding) have logits of zero."""
+    differences: torch.Tensor = torch.linalg.vector_norm(found - truth, dim=-1)
+    lengths: torch.Tensor = torch.linalg.vector_norm(truth, dim=-1)
+    return differences / torch.maximum(lengths, lengths.median() / 10)
 
 
 class StartCheck:
@@ -144,7 +146,8 @@ class StartCheck:
         vocabulary = int(model.config.vocab_size)
         spread = range(0, vocabulary, max(1, vocabulary // COLUMNS))
         self._kept = sorted({*spread, *self._ids.flatten().tolist()})
-        experts = any("expert" in name for name, _ in model.module.named_modules())
+        names = {name for name, _ in model.module.named_modules()}
+        experts = any(word in name for name in names for word in ("expert", "router", "moe"))
         self._quantile = EXPERTS_QUANTILE if experts else 1.0
         self._whole = self._whole_trial(min(WHOLE_TOKENS, tokens, capacity.kv_blocks // 2 * size))
         self._small = self._small_trials()
@@ -171,8 +174,8 @@ class StartCheck:
         return None if self._whole is None else _tried(self._whole, runner, name, self._capacity.kv_blocks)
 
     def _whole_trial(self, tokens: int) -> Trial | None:
-        """Raises ModelError, see the class."""
-        model, ids = self._model, self._ids[:, :tokens]
+        """One text for both sequences: that they are kept apart is seen on the copy. Raises ModelError."""
+        model, ids = self._model, self._ids[:1, :tokens]
         columns = torch.tensor(self._kept, device=model.device)
         name = f"the whole model in {_words(model.dtype)}"
         if not tokens:
@@ -181,30 +184,32 @@ class StartCheck:
         own = logits(model.module, ids)
         finite = bool(torch.isfinite(own).all())
         if model.dtype is torch.float32 and finite:
-            return Trial(name, ids, columns, own[..., columns], None, WHOLE_FLOAT32_WORST)
+            truth = own[..., columns]
+            return Trial(name, ids.expand(2, -1), columns, truth.expand(2, -1, -1), None, WHOLE_FLOAT32_WORST)
         try:
-            truth = float32_logits(model.module, ids, columns)
+            wide = float32_logits(model.module, ids, columns)
         except Exception as error:  # noqa: BLE001 - modelling code that insists on its type may raise anything
-            truth = None
+            wide = None
             _left_out(name, error)
         if not finite:
-            raise ModelError(_not_finite(model, truth))
-        return None if truth is None else self._half(name, ids, columns, truth, own[..., columns])
+            raise ModelError(_not_finite(model, wide))
+        return None if wide is None else self._half(name, ids, columns, wide, own[..., columns])
 
     def _small_trials(self) -> list[tuple[Trial, SmallCopy]]:
         try:
             copy = small_copy(self._model, self._kept)
             wide = copy.widened()
             ids = torch.searchsorted(torch.tensor(copy.ids, device=self._ids.device), self._ids)
-            truth = logits(wide.again().module, ids)
-            own = logits(copy.again().module, ids)
+            truth = logits(wide.model.module, ids)
+            half = self._model.dtype is not torch.float32
+            own = logits(copy.model.module, ids) if half else truth
         except Exception as error:  # noqa: BLE001 - as above; and CannotCopy
             _left_out("a small copy", error)
             return []
         columns = torch.arange(truth.shape[-1], device=ids.device)
         name = f"{len(copy.model.layer_shapes)} layers in float32"
         trials = [(Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST), wide)]
-        if self._model.dtype is not torch.float32:
+        if half:
             name = f"{len(copy.model.layer_shapes)} layers in {_words(self._model.dtype)}"
             trials.append((self._half(name, ids, columns, truth, own), copy))
         return trials
@@ -213,7 +218,8 @@ class StartCheck:
         self, name: str, ids: torch.Tensor, columns: torch.Tensor, truth: torch.Tensor, own: torch.Tensor
     ) -> Trial:
         least = torch.finfo(self._model.dtype).eps / 4
-        return Trial(name, ids, columns, truth, relative_errors(own, truth), least, self._quantile)
+        noise, ids = relative_errors(own, truth).expand(2, -1), ids.expand(2, -1)
+        return Trial(name, ids, columns, truth.expand(2, -1, -1), noise, least, self._quantile)
 
 
 def _tried(trial: Trial, runner: StepRunner, name: str, blocks: int) -> Wrong | None:

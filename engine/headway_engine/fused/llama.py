@@ -7,6 +7,7 @@ the module itself, so every fixed scaling of it is right here too.
 """
 
 import ctypes
+import math
 from collections.abc import Iterator
 from ctypes import POINTER, cast
 from typing import Any
@@ -185,8 +186,8 @@ def _matrices(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
-    narrow = matrix.detach().to(dtype)
-    return bool(torch.equal(narrow.to(matrix.dtype), matrix) and torch.isfinite(narrow).all())
+    same = torch.equal(matrix.detach().to(dtype).to(matrix.dtype), matrix)
+    return same and all(math.isfinite(end) for end in torch.aminmax(matrix))
 
 
 def _empty(*weights: Any) -> None:
