@@ -120,7 +120,7 @@ def _refusal(model: LoadedModel, left: Sequence[Fallback], way_out: str) -> str:
     if not left:
         return f"model: {model.description}: there is no way of computing it here; {way_out}"
     best = next((one for one in left if one.reason != UNAVAILABLE), left[0])
-    others = f" (nor does any of {len(left) - 1} others)" if len(left) > 1 else ""
+    others = f" (nor by {len(left) - 1} other ways)" if len(left) > 1 else ""
     return f"model: {model.description} is not computed right by {best.path}{others}: {best.why}; {way_out}"
 
 

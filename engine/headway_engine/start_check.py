@@ -27,7 +27,7 @@ from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
 from headway_engine.model_error import ModelError, in_words
 from headway_engine.protocol import Capacity
-from headway_engine.small_copy import SmallCopy, small_copy
+from headway_engine.small_copy import CannotCopy, SmallCopy, small_copy
 from headway_engine.stepping import StepRunner
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,10 @@ Kernels that keep sums in float32 are below 1, what rounds as often as the model
 
 WORST_TIMES = 4.0
 """The same for the worst row, which chance moves more. Good: 0.1 to 1.6."""
+
+ROUGH_WORST = 0.25
+"""The same for what cannot be computed in float32 (the code of some quantizations insists on a type): what
+rounding does is not known then, and only what is plainly wrong is seen."""
 
 EXPERTS_QUANTILE = 0.8
 """What stands for the worst row in a mixture of experts. Rounding sends a token to another expert now and
@@ -183,43 +187,59 @@ class StartCheck:
             return None
         own = logits(model.module, ids)
         finite = bool(torch.isfinite(own).all())
+        own = own[..., columns]
         if model.dtype is torch.float32 and finite:
-            truth = own[..., columns]
-            return Trial(name, ids.expand(2, -1), columns, truth.expand(2, -1, -1), None, WHOLE_FLOAT32_WORST)
-        try:
-            wide = float32_logits(model.module, ids, columns)
-        except Exception as error:  # noqa: BLE001 - modelling code that insists on its type may raise anything
-            wide = None
-            _left_out(name, error)
+            return Trial(name, ids.expand(2, -1), columns, own.expand(2, -1, -1), None, WHOLE_FLOAT32_WORST)
+        truth = self._float32(name, lambda: float32_logits(model.module, ids, columns))
         if not finite:
-            raise ModelError(_not_finite(model, wide))
-        return None if wide is None else self._half(name, ids, columns, wide, own[..., columns])
+            raise ModelError(_not_finite(model, truth))
+        return self._half_trial(name, ids, columns, own, truth)
 
     def _small_trials(self) -> list[tuple[Trial, SmallCopy]]:
         try:
             copy = small_copy(self._model, self._kept)
-            wide = copy.widened()
-            ids = torch.searchsorted(torch.tensor(copy.ids, device=self._ids.device), self._ids)
-            truth = logits(wide.model.module, ids)
-            half = self._model.dtype is not torch.float32
-            own = logits(copy.model.module, ids) if half else truth
-        except Exception as error:  # noqa: BLE001 - as above; and CannotCopy
+        except CannotCopy as error:
             _left_out("a small copy", error)
             return []
-        columns = torch.arange(truth.shape[-1], device=ids.device)
-        name = f"{len(copy.model.layer_shapes)} layers in float32"
-        trials = [(Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST), wide)]
-        if half:
-            name = f"{len(copy.model.layer_shapes)} layers in {_words(self._model.dtype)}"
-            trials.append((self._half(name, ids, columns, truth, own), copy))
+        ids = torch.searchsorted(torch.tensor(copy.ids, device=self._ids.device), self._ids)
+        layers = f"{len(copy.model.layer_shapes)} layers"
+        wide = copy.widened()
+        truth = self._float32(f"{layers} in float32", lambda: logits(wide.model.module, ids))
+        columns = torch.arange(len(copy.ids), device=ids.device)
+        trials: list[tuple[Trial, SmallCopy]] = []
+        if truth is not None:
+            name = f"{layers} in float32"
+            trials.append((Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST), wide))
+        if self._model.dtype is not torch.float32:
+            name, own = f"{layers} in {_words(self._model.dtype)}", logits(copy.model.module, ids)
+            if bool(torch.isfinite(own).all()):
+                trials.append((self._half_trial(name, ids, columns, own, truth), copy))
+            else:
+                _left_out(name, "without the other layers its numbers overflow")
         return trials
 
-    def _half(
-        self, name: str, ids: torch.Tensor, columns: torch.Tensor, truth: torch.Tensor, own: torch.Tensor
+    def _half_trial(
+        self,
+        name: str,
+        ids: torch.Tensor,
+        columns: torch.Tensor,
+        own: torch.Tensor,
+        truth: torch.Tensor | None,
     ) -> Trial:
+        """In half precision. `own` are the logits of the model's own pass, [sequences, tokens, columns]."""
+        ids, right = ids.expand(2, -1), (own if truth is None else truth).expand(2, -1, -1)
+        if truth is None:
+            return Trial(name, ids, columns, right, None, ROUGH_WORST)
+        noise = relative_errors(own, truth).expand(2, -1)
         least = torch.finfo(self._model.dtype).eps / 4
-        noise, ids = relative_errors(own, truth).expand(2, -1), ids.expand(2, -1)
-        return Trial(name, ids, columns, truth.expand(2, -1, -1), noise, least, self._quantile)
+        return Trial(name, ids, columns, right, noise, least, self._quantile)
+
+    def _float32(self, name: str, work: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - what modelling code raises that insists on its type varies
+            _left_out(name, error)
+            return None
 
 
 def _tried(trial: Trial, runner: StepRunner, name: str, blocks: int) -> Wrong | None:

@@ -1,4 +1,4 @@
-"""Ways of computing a model wrong, put into a runner through the model, the batches or the cache it is handed.
+"""Mistakes in computing a model, put into a runner through the model, the batches or the cache it is handed.
 
 The check at start must see each of them. Nothing of the check itself is changed.
 """
@@ -6,6 +6,7 @@ The check at start must see each of them. Nothing of the check itself is changed
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,11 @@ def attentions(module: Module) -> list[Any]:
 
 def rotaries(module: Module) -> list[Any]:
     """Modules that make rotary tables."""
-    return [part for part in module.modules() if any(_is_frequency(n) for n, _ in part.named_buffers(recurse=False))]
+    return [
+        part
+        for part in module.modules()
+        if any(_is_frequency(n) for n, _ in part.named_buffers(recurse=False))
+    ]
 
 
 def _is_frequency(name: str) -> bool:
@@ -101,9 +106,9 @@ def later_positions(module: Module) -> None:
             replaced(part.weight, lambda w, first=first: torch.cat((w[:first], w[first + 1 :], w[-1:])))
 
 
-def lost_head(module: Module) -> None:
-    """The last layer's first head says nothing."""
-    attention = attentions(module)[-1]
+def lost_head(module: Module, layer: int = -1) -> None:
+    """A layer's first head says nothing."""
+    attention = attentions(module)[layer]
     width = attention.head_dim
     for name, axis in (("o_proj", 1), ("dense", 1), ("out_proj", 1), ("c_proj", None)):
         if (part := getattr(attention, name, None)) is not None:
@@ -119,25 +124,25 @@ def lost_head(module: Module) -> None:
     raise AssertionError(f"{type(attention).__name__} has no output projection that is known here")
 
 
+def reordered(part: Any, width: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The rows of a projection in another order; `change` is given [heads, width, ...]."""
+    for parameter in part.parameters():
+        replaced(parameter, lambda p: change(p.view(-1, width, *p.shape[1:])).reshape(p.shape))
+
+
 def mixed_heads(module: Module) -> None:
     """Each key head stands where another one belongs."""
     for attention in attentions(module):
         for part in (attention.k_proj, attention.v_proj):
-            for parameter in part.parameters():
-                replaced(parameter, lambda p: p.view(-1, attention.head_dim, *p.shape[1:]).roll(1, 0).reshape(p.shape))
+            reordered(part, attention.head_dim, lambda heads: heads.roll(1, 0))
 
 
 def interleaved(module: Module) -> None:
     """Rotated in neighbouring pairs where the model means halves."""
     for attention in attentions(module):
-        half = attention.head_dim // 2
-        order = torch.arange(2 * half).view(2, half).T.flatten()
+        order = torch.arange(attention.head_dim).view(2, -1).T.flatten()
         for part in (attention.q_proj, attention.k_proj):
-            for parameter in part.parameters():
-                replaced(
-                    parameter,
-                    lambda p, order=order: p.view(-1, 2 * half, *p.shape[1:])[:, order].reshape(p.shape),
-                )
+            reordered(part, attention.head_dim, partial(torch.index_select, dim=1, index=order))
 
 
 def no_cap(module: Module) -> None:
@@ -275,7 +280,8 @@ class AllSeen:
             rows = slice(chunk.first_row, chunk.first_row + chunk.length)
             context = chunk.start + chunk.length
             keys, values = (
-                gather(whole[layer], chunk.blocks[None])[:, :, :context] for whole in (cache.keys, cache.values)
+                gather(whole[layer], chunk.blocks[None])[:, :, :context]
+                for whole in (cache.keys, cache.values)
             )
             grouped = query.shape[1] != keys.shape[1]
             seen = sdpa(query[:, :, rows], keys, values, scale=scaling, enable_gqa=grouped)
@@ -304,6 +310,8 @@ FAULTS = (
     Fault("heads of keys mixed up", has_projections, model=mixed_heads),
     Fault("rope in pairs", lambda m: has_rope(m) and has_projections(m), model=interleaved),
     Fault("epsilon of norms by 1000", model=coarser_norms),
-    Fault("soft cap of logits left out", lambda m: bool(getattr(m.config, "final_logit_softcapping", 0)), no_cap),
+    Fault(
+        "soft cap of logits left out", lambda m: bool(getattr(m.config, "final_logit_softcapping", 0)), no_cap
+    ),
     Fault("NaN in a weight", model=one_nan),
 )
