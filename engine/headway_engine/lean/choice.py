@@ -182,8 +182,9 @@ def kernels(
 
 
 def takes(kernel: PagedKernel, needs: Needs) -> bool:
-    """Whether a kernel is made for these needs, by its table entry; one of no entry is."""
-    return all(candidate.why_not(needs) is None for candidate in CANDIDATES if candidate.name == kernel.name)
+    """Whether a kernel is made for these needs, by its entry in the table; one that has none is."""
+    name = kernel.name.replace(" ", "-")
+    return all(candidate.why_not(needs) is None for candidate in CANDIDATES if candidate.name == name)
 
 
 def _tried(
