@@ -91,15 +91,15 @@ def first_right(
         left.append(fallback)
         log.warning(fields("runner-fallback", left=path.name, reason=fallback.reason, why=fallback.why))
         if outcome.emptied:
+            _give_memory_back(whole)
             whole = None
-            _give_memory_back()
     raise ModelError(_refusal(model, left, way_out))
 
 
 def _tried(path: Path, check: StartCheck, model: LoadedModel, capacity: Capacity) -> StepRunner | _Left:
     emptied = False
     try:
-        wrong = check.small(path.build, path.name)
+        wrong = check.small(model, path.build, path.name)
         if wrong is None:
             emptied = path.empties
             runner = path.build(model, capacity)
@@ -124,8 +124,10 @@ def _refusal(model: LoadedModel, left: Sequence[Fallback], way_out: str) -> str:
     return f"model: {model.description} is not computed right by {best.path}{others}: {best.why}; {way_out}"
 
 
-def _give_memory_back() -> None:
-    """Of a runner that nobody holds any more."""
+def _give_memory_back(model: LoadedModel) -> None:
+    """All of a model that is of no use any more, whoever still holds it, and of its runner."""
+    for tensor in (*model.module.parameters(), *model.module.buffers()):
+        tensor.data = tensor.data.new_empty(0)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ Knows nothing of what is done about a runner that fails (`paths`).
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -111,6 +111,7 @@ class Trial:
     noise: torch.Tensor | None  # [sequences, tokens] error of the model's own pass; None: a bound is known
     most: float  # that bound, or what is allowed without any noise
     times: Times = DENSE
+    wide: bool = False  # of the copy in float32, whatever the model's type
 
     def bounds(self, rows: Rows) -> Bounds:
         """What may differ in these rows."""
@@ -147,11 +148,11 @@ def relative_errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 class StartCheck:
-    """The trials of one model, made once, while its module can still compute."""
+    """The trials of one model. Holds logits, and nothing of the model."""
 
     def __init__(self, model: LoadedModel, capacity: Capacity) -> None:
         """Raises ModelError for a model whose own logits are not finite: that no runner can mend."""
-        self._model, self._capacity = model, capacity
+        self._capacity, self._dtype = capacity, model.dtype
         size = capacity.block_tokens
         tokens = min(max(SMALL_TOKENS, size + SMALL_TOKENS // 2), capacity.max_model_tokens)
         self._ids = texts(model, tokens)
@@ -161,12 +162,22 @@ class StartCheck:
         names = {name for name, _ in model.module.named_modules()}
         experts = any(word in name for name in names for word in ("expert", "router", "moe"))
         self._times = EXPERTS if experts else DENSE
-        self._whole = self._whole_trial(min(WHOLE_TOKENS, tokens, capacity.kv_blocks // 2 * size))
-        self._small = self._small_trials()
+        self._whole = self._whole_trial(model, min(WHOLE_TOKENS, tokens, capacity.kv_blocks // 2 * size))
+        self._small: list[Trial] | None = None  # made with the first copy
 
-    def small(self, build: Build, name: str) -> Wrong | None:
-        """What is wrong with runners that are built so, seen on the small copy; the model is left alone.
-        `name` is for the log."""
+    def small(self, model: LoadedModel, build: Build, name: str) -> Wrong | None:
+        """What is wrong with runners that are built so, seen on a small copy of the model, which is left as
+        it is. `name` is for the log."""
+        try:
+            copy = small_copy(model, self._kept)
+        except CannotCopy as error:
+            if self._small is None:
+                _left_out("a small copy", error)
+            self._small = []
+            return None
+        wide = copy.widened()
+        if self._small is None:
+            self._small = list(self._small_trials(copy, wide))
         tokens, size = self._ids.shape[1], self._capacity.block_tokens
         capacity = msgspec.structs.replace(
             self._capacity,
@@ -175,8 +186,8 @@ class StartCheck:
             kv_blocks=2 * -(-tokens // size) + 3,
             max_model_tokens=tokens,
         )
-        for trial, copy in self._small:
-            runner = build(copy.again(), capacity)
+        for trial in self._small:
+            runner = build((wide if trial.wide else copy).again(), capacity)
             if (wrong := _tried(trial, runner, name, capacity.kv_blocks)) is not None:
                 return wrong
         return None
@@ -185,9 +196,9 @@ class StartCheck:
         """What is wrong with this runner of the whole model; to be asked before it serves anybody."""
         return None if self._whole is None else _tried(self._whole, runner, name, self._capacity.kv_blocks)
 
-    def _whole_trial(self, tokens: int) -> Trial | None:
+    def _whole_trial(self, model: LoadedModel, tokens: int) -> Trial | None:
         """One text for both sequences: that they are kept apart is seen on the copy. Raises ModelError."""
-        model, ids = self._model, self._ids[:1, :tokens]
+        ids = self._ids[:1, :tokens]
         columns = torch.tensor(self._kept, device=model.device)
         name = f"the whole model in {_words(model.dtype)}"
         if not tokens:
@@ -203,28 +214,20 @@ class StartCheck:
             raise ModelError(_not_finite(model, truth))
         return self._half_trial(name, ids, columns, own, truth)
 
-    def _small_trials(self) -> list[tuple[Trial, SmallCopy]]:
-        try:
-            copy = small_copy(self._model, self._kept)
-        except CannotCopy as error:
-            _left_out("a small copy", error)
-            return []
+    def _small_trials(self, copy: SmallCopy, wide: SmallCopy) -> Iterator[Trial]:
         ids = torch.searchsorted(torch.tensor(copy.ids, device=self._ids.device), self._ids)
-        layers = f"{len(copy.model.layer_shapes)} layers"
-        wide = copy.widened()
-        truth = self._float32(f"{layers} in float32", lambda: logits(wide.model.module, ids))
         columns = torch.arange(len(copy.ids), device=ids.device)
-        trials: list[tuple[Trial, SmallCopy]] = []
+        layers = f"{len(copy.model.layer_shapes)} layers"
+        name = f"{layers} in float32"
+        truth = self._float32(name, lambda: logits(wide.model.module, ids))
         if truth is not None:
-            name = f"{layers} in float32"
-            trials.append((Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST), wide))
-        if self._model.dtype is not torch.float32:
-            name, own = f"{layers} in {_words(self._model.dtype)}", logits(copy.model.module, ids)
+            yield Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST, wide=True)
+        if self._dtype is not torch.float32:
+            name, own = f"{layers} in {_words(self._dtype)}", logits(copy.model.module, ids)
             if bool(torch.isfinite(own).all()):
-                trials.append((self._half_trial(name, ids, columns, own, truth), copy))
+                yield self._half_trial(name, ids, columns, own, truth)
             else:
                 _left_out(name, "without the other layers its numbers overflow")
-        return trials
 
     def _half_trial(
         self,
@@ -239,7 +242,7 @@ class StartCheck:
         if truth is None:
             return Trial(name, ids, columns, right, None, ROUGH_WORST)
         noise = relative_errors(own, truth).expand(2, -1)
-        least = torch.finfo(self._model.dtype).eps / 4
+        least = torch.finfo(self._dtype).eps / 4
         return Trial(name, ids, columns, right, noise, least, self._times)
 
     def _float32(self, name: str, work: Callable[[], torch.Tensor]) -> torch.Tensor | None:

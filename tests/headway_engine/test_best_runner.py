@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from headway_engine import model as model_module
 from headway_engine import runner as runner_module
+from headway_engine.core_process import load_model
 from headway_engine.fused import build, isa
 from headway_engine.fused.llama import FusedRunner
 from headway_engine.lean import choice
@@ -17,11 +19,13 @@ from headway_engine.listening import LayerShape
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.paths import Path
 from headway_engine.runner import best_runner
+from headway_engine.sequence import Chunk, Step
 from headway_engine.stepping import StepRunner
 from support import faults, kernels, paged_functions, runners, tiny_models
 
 CAPACITY = runners.capacity()
 MIXED = next(fault for fault in faults.FAULTS if fault.model is faults.mixed_heads)
+STALE = next(fault for fault in faults.FAULTS if fault.name == "one stale block")
 SETS = ("amx", "avx2", "baseline")
 FUSED = [f"fused on {name}" for name in SETS]
 KERNELS = [f"transformers on {name}" for name in SETS]
@@ -135,6 +139,38 @@ def test_the_environment_can_lower_the_sets_and_its_mistakes_are_told(
     assert served() == ("transformers on torch", [])
     with pytest.raises(ModelError, match="there is no way of computing it here; use --runner auto"):
         served(runner="fused")
+
+
+@needs_compiler
+def test_the_core_loads_the_model_again_and_reports_what_was_left(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the whole model shows that a runner is wrong: it has taken the weights by then."""
+    machine()
+    right, loads = runner_module.FusedRunner, []
+
+    def wrong_as_a_whole(model: LoadedModel, capacity: Any, *rest: Any) -> StepRunner:
+        def way(m: LoadedModel, c: Any) -> StepRunner:
+            return right(m, c, *rest)
+
+        return (STALE.in_(way) if capacity.kv_blocks == 64 else way)(model, capacity)
+
+    def load(*arguments: Any, **named: Any) -> LoadedModel:
+        loads.append(named["dtype"])
+        return once(*arguments, **named)
+
+    once = model_module.load
+    monkeypatch.setattr(runner_module, "FusedRunner", wrong_as_a_whole)
+    monkeypatch.setattr(model_module, "load", load)
+    settings = tiny_models.engine_config(model=tiny_models.uri("llama"), runner="auto", device="cpu")
+    core = load_model(settings, lambda _: None)
+    assert (core.ready.runner, core.ready.kernels) == ("transformers", "amx")
+    assert [left.path for left in core.ready.fallbacks] == FUSED
+    assert all("the whole model" in left.why for left in core.ready.fallbacks)
+    assert loads == ["auto"] * 4
+    s = tiny_models.sequence("a", [5, 6, 7], range(4))
+    out = core.run(Step((Chunk(s, 0, 3, samples=True),)))
+    assert (out["a"].token,) == tiny_models.greedy("llama", (5, 6, 7), 1)
 
 
 # Accelerators: their order is shown on a CPU, with kernels of Python.

@@ -86,6 +86,7 @@ def test_what_a_runner_has_emptied_is_loaded_again_and_the_runner_is_gone_by_the
     """Two copies of a large model may be more than there is room for."""
     built: list[weakref.ref[StepRunner]] = []
     loads: list[int] = []
+    model: Any = tiny_models.fresh("llama")
 
     def noting(model: LoadedModel, capacity: Capacity) -> StepRunner:
         runner = wrong_as_a_whole(LeanRunner)(model, capacity)
@@ -94,12 +95,16 @@ def test_what_a_runner_has_emptied_is_loaded_again_and_the_runner_is_gone_by_the
 
     def reload() -> LoadedModel:
         loads.append(sum(one() is not None for one in built))
+        assert not any(p.numel() for p in model.module.parameters()), (
+            "whoever holds the model holds no weights"
+        )
         return tiny_models.fresh("llama")
 
     first, second = path("a", noting, empties=True), path("b", noting, empties=True)
     gc.disable()
     try:
-        found = serving(first, second, path("torch"), reload=reload)
+        paths = (first, second, path("torch"))
+        found = first_right(paths, model, CAPACITY, reload=reload, way_out="")
     finally:
         gc.enable()
     assert found.path.name == "transformers on torch"

