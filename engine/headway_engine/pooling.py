@@ -103,7 +103,8 @@ class Base:
 def base_of(module: Any, device: torch.device) -> Base | None:
     """The base of a model; None when it has none.
 
-    Seen in a forward pass of two tokens and not guessed: some models scale or project in between.
+    Seen in a forward pass of four tokens and not guessed: some models scale or project in between. (Of one
+    token it could not be seen: that of padding may be all zeros.)
     """
     base, head = getattr(module, "base_model", None), module.get_output_embeddings()
     if base is None or base is module or head is None:
@@ -116,7 +117,7 @@ def base_of(module: Any, device: torch.device) -> Base | None:
     )
     try:
         with torch.inference_mode(), plain_attention(module):
-            module(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device), use_cache=False)
+            module(input_ids=torch.arange(4, device=device)[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -39,19 +39,18 @@ class SmallCopy:
     model: LoadedModel
     ids: tuple[int, ...]
 
-    def again(self) -> LoadedModel:
-        """The same model once more, in the same memory: who takes its weights over empties that one alone."""
-        module = _shared(self.model.module, {})
-        return dataclasses.replace(self.model, module=module, config=module.config.get_text_config())
-
     def widened(self) -> "SmallCopy":
-        """The same in float32."""
-        module = _shared(self.model.module, {})
+        """The same in float32; itself, where it is."""
+        if self.model.dtype is torch.float32:
+            return self
+        module = shared(self.model.module, {})
         for part in module.modules():
             for tensor in widenable(part):
                 tensor.data = tensor.data.float()
-        model = dataclasses.replace(self.model, module=module, dtype=torch.float32)
-        return SmallCopy(model, self.ids)
+        config = module.config.get_text_config()
+        return SmallCopy(
+            dataclasses.replace(self.model, module=module, config=config, dtype=torch.float32), self.ids
+        )
 
 
 def small_copy(model: LoadedModel, ids: Seq[int]) -> SmallCopy:
@@ -74,9 +73,9 @@ def small_copy(model: LoadedModel, ids: Seq[int]) -> SmallCopy:
         kept = nn.ModuleList()
         memo[id(layers)] = kept
         for number, index in enumerate(chosen):
-            kept.append(_shared(layers[index], memo))
+            kept.append(shared(layers[index], memo))
             _renumber(kept[-1], number)
-        small: Any = _shared(module, memo)
+        small: Any = shared(module, memo)
     if vocabulary:
         text.vocab_size = len(ids)
         for part in _vocabulary_parts(small):
@@ -189,7 +188,7 @@ def _resize(part: nn.Module, rows: int) -> None:
         part.out_features = rows
 
 
-def _shared(module: nn.Module, memo: Memo) -> Any:
+def shared(module: nn.Module, memo: Memo) -> Any:
     """A deep copy whose tensors are others in the same memory, but for those that `memo` has already."""
     for part in module.modules():
         for parameter in part.parameters(recurse=False):

@@ -187,7 +187,7 @@ class StartCheck:
             max_model_tokens=tokens,
         )
         for trial in self._small:
-            runner = build((wide if trial.wide else copy).again(), capacity)
+            runner = build((wide if trial.wide else copy).model, capacity)
             if (wrong := _tried(trial, runner, name, capacity.kv_blocks)) is not None:
                 return wrong
         return None

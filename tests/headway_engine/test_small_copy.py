@@ -75,25 +75,30 @@ def test_a_copy_is_in_the_memory_of_the_model_until_it_is_widened() -> None:
 
 
 def test_who_empties_a_copy_empties_nothing_else() -> None:
-    """Neither the model nor the next copy; embeddings and head that are one stay one."""
+    """Neither the model nor a wide copy; embeddings and head that are one stay one."""
     model: Any = deep()
     small = small_copy(model, IDS)
     before = [p.clone() for p in model.module.parameters()]
-    taken: Any = small.again()
+    wide, taken = small.widened(), small.model
     assert taken.module.lm_head.weight is taken.module.model.embed_tokens.weight
     for parameter in taken.module.parameters():
         parameter.data = parameter.data.new_empty(0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
-    assert all(p.numel() for p in small.again().module.parameters())
+    assert all(p.numel() for p in wide.model.module.parameters())
+    again = small_copy(model, IDS)
+    for parameter in small_copy(model, IDS).model.module.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    assert all(p.numel() for p in again.model.module.parameters())
 
 
 def test_settings_of_a_copy_are_its_own() -> None:
     """Who sets its attention does not set the model's."""
     model: Any = deep()
     small = small_copy(model, IDS)
-    one, other = small.again(), small.again()
+    one, other = small.model, small.widened().model
     one.config.rms_norm_eps = 7.0
     assert one.config is one.module.config
+    assert other.config is other.module.config
     assert model.config.rms_norm_eps == other.config.rms_norm_eps != 7.0
     assert model.config.num_hidden_layers == 5
 

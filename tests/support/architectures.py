@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.model import LoadedModel, load
 from headway_engine.model_source import resolve
+from headway_engine.small_copy import shared
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -129,3 +130,9 @@ def in_memory(row: int, dtype: torch.dtype) -> LoadedModel:
     for parameter in module.parameters():  # as they are loaded: rotary frequencies stay in float32
         parameter.data = parameter.data.to(dtype)
     return dataclasses.replace(model, module=module, config=module.config.get_text_config(), dtype=dtype)  # type: ignore[operator, union-attr]
+
+
+def again(model: LoadedModel) -> LoadedModel:
+    """The same model once more, in the same memory: who takes its weights over empties that one alone."""
+    module = shared(model.module, {})
+    return dataclasses.replace(model, module=module, config=module.config.get_text_config())
