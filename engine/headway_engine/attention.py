@@ -15,28 +15,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 
+from headway_engine.listening import LayerShape
 from headway_engine.resident import make_resident
 
 PAGED = "headway_paged"
-PROBE = "headway_probe"
 
 
 def gather_cap_bytes(device: torch.device) -> int:
     """How much of a layer's keys and values the decodes of PaddedBatch copy at a time, unless one context
     alone is more. Few large copies keep an accelerator busy; a CPU has no use for more than its cache."""
     return (32 if device.type == "cpu" else 256) << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Heads and widths of one layer's keys and values."""
-
-    heads: int
-    key_width: int
-    value_width: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.heads * (self.key_width + self.value_width) * dtype.itemsize
 
 
 RESIDENT_BYTES = 768 << 20
@@ -59,6 +47,7 @@ class KeyValueCache:
         device: torch.device,
     ) -> None:
         self.block_tokens = block_tokens
+        self.blocks = blocks
         # Of the largest layer.
         self.block_bytes = block_tokens * max((s.bytes_per_token(dtype) for s in shapes), default=0)
         self.keys = [_zeros((blocks, s.heads, block_tokens, s.key_width), dtype, device) for s in shapes]
@@ -186,9 +175,8 @@ class PaddedBatch:
 
 
 def register() -> None:
-    """Make the attention functions known to transformers; harmless when repeated."""
+    """Make the attention function known to transformers; harmless when repeated."""
     AttentionInterface.register(PAGED, paged_attention)
-    AttentionInterface.register(PROBE, probe_attention)
 
 
 def paged_attention(
@@ -205,24 +193,6 @@ def paged_attention(
     if paged is None:
         raise RuntimeError("headway_paged attention was called without its paged batch")
     return paged.attend(module.layer_idx, query, key, value, scaling).unsqueeze(0), None
-
-
-def probe_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    probe: dict[int, LayerShape] | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Plain causal attention that notes the shape of each layer's keys and values in `probe`."""
-    if probe is not None:
-        probe[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-    grouped = query.shape[1] != key.shape[1]
-    out = sdpa(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2), None
 
 
 def make_batch(

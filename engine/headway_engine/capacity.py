@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from headway_engine import cgroup
-from headway_engine.attention import LayerShape, gather_cap_bytes
+from headway_engine.attention import gather_cap_bytes
 from headway_engine.config import EngineConfig
+from headway_engine.listening import LayerShape
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.protocol import Capacity
 from headway_engine.stepping import most_logit_rows

@@ -297,7 +297,7 @@ class CoreClient:
         self.doing = "loading the tokenizer"
         self.tokeniser = await asyncio.to_thread(Tokeniser, Path(ready.tokenizer_dir))
         self.ready = ready
-        self._telemetry.capacity = ready.capacity
+        self._telemetry.capacity, self._telemetry.ready = ready.capacity, ready
         self._in_force(ready.limits)
         self.phase = Phase.READY
         self.doing = ""
@@ -309,6 +309,8 @@ class CoreClient:
                 device=ready.device,
                 dtype=ready.dtype,
                 runner=ready.runner,
+                kernels=ready.kernels,
+                left=", ".join(one.path for one in ready.fallbacks) or None,
                 kv_blocks=ready.capacity.kv_blocks,
                 max_model_tokens=ready.capacity.max_model_tokens,
             )

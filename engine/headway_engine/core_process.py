@@ -122,26 +122,15 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     """The real thing: resolve and load the model, measure what fits, reserve it."""
     progress("starting")
     # Imported here: torch takes seconds, and /readyz should say what they are spent on.
-    from headway_engine import embedding_config, file_digest, model, runner
+    from headway_engine import embedding_config, file_digest, loading, model
     from headway_engine.scheduler import Scheduler
 
     logs.adopt("torch", "transformers")
     progress(f"resolving {settings.model}")
     source = model.resolve(settings.model, settings.revision, model.default_cache_dir(), progress)
-    loaded = model.load(
-        source,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_model_len=settings.max_model_len,
-        progress=progress,
-        quantize=settings.quantization,
-    )
-    if loaded.tokenizer_dir is None:
-        raise model.ModelError(f"model: {settings.model} has no tokenizer beside its weights")
-    progress("measuring capacity")
-    capacity = runner.measure_capacity(loaded, settings)
-    progress("building the runner")  # the first time, this may compile kernels
-    built = runner.build_runner(settings, loaded, capacity)
+    found = loading.load(settings, source, progress)
+    loaded, capacity, serving = found.model, found.capacity, found.serving
+    built = serving.runner
     limits = starting_limits(settings, capacity)
     embeddings = embedding_config.embeddings_of(source.path, settings.pooling, built.embedding_size)
     ready = Ready(
@@ -151,6 +140,8 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         runner=built.name,
+        kernels=serving.path.kernels,
+        fallbacks=serving.fallbacks,
         tokenizer_dir=str(loaded.tokenizer_dir),
         stop_token_ids=loaded.eos_token_ids,
         grammars=built.follows_grammars,

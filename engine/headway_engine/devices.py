@@ -4,10 +4,9 @@ Knows nothing of models. Everything asked of CUDA is asked here or in `capacity`
 can say what is there.
 """
 
-from pathlib import Path
-
 import torch
 
+from headway_engine.fused import isa
 from headway_engine.model_source import ModelError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,11 +27,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute type behind `auto`: bfloat16 where the hardware multiplies it; else float16 on CUDA, and
-    float32 on a CPU.
+def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
+    """The compute type behind `auto`, for weights that are `stored` so (None: nobody knows).
 
-    A CPU without bf16 instructions, and a CUDA device before compute capability 8.0, only imitate it, slowly.
+    On CUDA bfloat16, or float16 before compute capability 8.0, which only imitates bfloat16. On a CPU
+    bfloat16 where its products are faster than those of float32 and the weights lose nothing by it; else
+    float32. Raises ModelError.
     """
     if name != "auto":
         try:
@@ -42,7 +42,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if native else torch.float16
-    return torch.bfloat16 if _cpu_multiplies_bf16() else torch.float32
+    faster = stored is torch.bfloat16 and not slow_here(torch.bfloat16, device)
+    return torch.bfloat16 if faster else torch.float32
+
+
+def slow_here(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device only imitates this type. Raises ModelError for an environment that forbids what it
+    cannot."""
+    if device.type != "cpu" or dtype is torch.float32:
+        return False
+    try:
+        sets = isa.available()
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    return dtype is not torch.bfloat16 or not (sets and isa.INSTRUCTION_SETS[sets[0]].multiplies_bf16)
 
 
 def _why_not_cuda(device: torch.device) -> str | None:
@@ -54,11 +67,3 @@ def _why_not_cuda(device: torch.device) -> str | None:
     if (device.index or 0) >= count:
         return f"there are {count} CUDA devices, counted from cuda:0"
     return None
-
-
-def _cpu_multiplies_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -6,6 +6,7 @@ whole. Parsing the file takes seconds, so what is in it is written down once (`w
 there. Knows nothing of kernels and caches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from headway_engine.fused.gguf_blocks import kept_packed
+from headway_engine import drafts
+from headway_engine.gguf_blocks import kept_packed
 from headway_engine.gguf_model import parsed_once
 from headway_engine.model_error import ModelError
+from headway_engine.model_source import ModelSource, gguf_cache, must_be_unchanged
 from headway_engine.packed_weights import BlockedEmbedding, BlockedLinear, BlockedMatrix
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -45,6 +48,20 @@ class Index:
 
     architecture: str
     tensors: tuple[Tensor, ...] = ()
+
+
+def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
+    """A folder with the index of a GGUF file, written once for a file. Raises ModelError."""
+    assert source.path is not None
+    assert source.content is not None
+    gguf, content = source.path, source.content
+
+    def index(out: Path) -> None:
+        progress(f"reading what is in {gguf.name} (once)")
+        write_index(gguf, out)
+        must_be_unchanged(source)
+
+    return drafts.once(gguf_cache(content, source.cache_dir) / "index", index)
 
 
 def write_index(gguf: Path, out: Path) -> None:
@@ -82,13 +99,13 @@ def read_packed(gguf: Path, folder: Path, dtype: torch.dtype) -> Any:
     auto: Any = transformers
     known: Any = modeling_gguf_pytorch_utils
     config = auto.AutoConfig.from_pretrained(str(folder))
-    with torch.device("meta"):
-        module = auto.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    module = without_weights(config, dtype)
     index = read_index(folder)
     processor = known.TENSOR_PROCESSORS.get(index.architecture, known.TensorProcessor)(
         config=config.to_dict()
     )
-    file = np.memmap(gguf, dtype=np.uint8, mode="r")
+    # Nobody writes to it; torch warns of what says that it cannot be written to.
+    file = np.memmap(gguf, dtype=np.uint8, mode="c")
     found = {}
     for tensor in index.tensors:
         raw = file[tensor.first_byte : tensor.first_byte + tensor.bytes]
@@ -101,16 +118,22 @@ def read_packed(gguf: Path, folder: Path, dtype: torch.dtype) -> Any:
     return module
 
 
+def without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """The module of this configuration on the meta device."""
+    import transformers
+
+    auto: Any = transformers
+    with torch.device("meta"):
+        return auto.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 _Found = dict[str, tuple[Any, Tensor]]
 
 
 def _tensors(reader: Any, architecture: str, config: Any) -> tuple[Tensor, ...]:
     import gguf as library
-    import transformers
 
-    auto: Any = transformers
-    with torch.device("meta"):
-        module = auto.AutoModelForCausalLM.from_config(config)
+    module = without_weights(config, torch.float32)
     arch = next(arch for arch, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
     names = library.get_tensor_name_map(arch, config.num_hidden_layers)
     parameters: dict[str, tuple[str, tuple[int, ...]]] = {}

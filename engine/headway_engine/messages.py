@@ -69,6 +69,14 @@ class NoEmbeddings(msgspec.Struct, frozen=True, tag="no_embeddings"):
     reason: str = "its runner makes none"
 
 
+class Fallback(msgspec.Struct, frozen=True, tag="fallback"):
+    """A better way of computing the model, which was left for the next."""
+
+    path: str  # "fused on amx"
+    reason: str  # one of a few: unavailable, failed, wrong logits, logits not finite
+    why: str = ""  # a sentence
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded and the loop turns."""
 
@@ -78,6 +86,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     dtype: str
     runner: str
+    kernels: str = ""  # what the runner computes with: an instruction set, an attention kernel, or torch
+    fallbacks: tuple[Fallback, ...] = ()  # better ways that were left, best first
     tokenizer_dir: str = ""  # folder with tokenizer.json, for the front end's own tokeniser
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids
     vocab_size: int = 0  # token ids that the model has weights for; 0: as many as the tokenizer knows

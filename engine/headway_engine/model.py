@@ -15,23 +15,27 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
-from headway_engine.devices import choose_device, choose_dtype
-from headway_engine.gguf_packed import read_index, read_packed
-from headway_engine.listening import attention_calls
+from headway_engine.devices import choose_device, choose_dtype, slow_here
+from headway_engine.gguf_packed import index_folder, read_index, read_packed, without_weights
+from headway_engine.listening import LayerShape, listen
 from headway_engine.logs import fields
+from headway_engine.model_error import ELSEWHERE
 from headway_engine.model_source import (
     ModelError,
     ModelSource,
     RandomShape,
     SourceKind,
     default_cache_dir,
-    index_folder,
     resolve,
     weights_folder,
 )
-from headway_engine.weights import read_folder
+from headway_engine.packed_weights import blocked_weights, is_packed
+from headway_engine.weights import read_folder, stored_dtype
 
 log = logging.getLogger(__name__)
+
+_BLOCKS_FIT = torch.bfloat16
+"""The type that holds weights of blocks: what its rounding adds is far below what the blocks lost."""
 
 _Auto: Any = AutoModelForCausalLM  # its methods carry no types
 
@@ -60,7 +64,13 @@ class LoadedModel:
     max_model_tokens: int
     description: str  # "LlamaForCausalLM, 134.5 M parameters"
     eos_token_ids: tuple[int, ...]
+    layer_shapes: Mapping[int, LayerShape] = field(default_factory=dict)  # of keys and values, by layer
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether weights are in the blocks of a file. Only the kernels compute fast with those."""
+        return is_packed(self.module)
 
     @property
     def weight_bytes(self) -> int:
@@ -90,34 +100,34 @@ def load(
     fast with them.
     """
     target = choose_device(device)
-    compute = choose_dtype(dtype, target)
-    if target.type == "cpu" and compute not in (torch.float32, choose_dtype("auto", target)):
-        # Right, and slow; the lean path widens bfloat16 while it reads, so it is no reason to refuse.
+    if source.shape is not None and quantize:
+        raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
+    blocks = None
+    if keep_blocks and target.type == "cpu" and not quantize:
+        blocks = blocks_of(source, progress)
+    folder = weights_folder(source, progress) if source.shape is None and blocks is None else None
+    stored = _BLOCKS_FIT if blocks else stored_dtype(folder) if folder else None
+    compute = choose_dtype(dtype, target, stored)
+    if slow_here(compute, target):
+        # Right, and slow; the fused path widens bfloat16 while it reads, so it is no reason to refuse.
         why = "this CPU imitates it; through transformers, float32 is several times faster"
         log.warning(fields("slow-dtype", dtype=dtype, why=why))
-    if source.shape is not None:
-        if quantize:
-            raise ModelError(f"quantization: {source.uri} has no weights to read; leave --quantization out")
+    if blocks is not None:
+        assert source.path is not None, "blocks are of a file"
+        size = source.path.stat().st_size / 2**30
+        progress(f"reading {source.path.name}: weights stay in its {size:.2f} GiB")
+        module = read_packed(source.path, blocks, compute)
+    elif folder is not None:
+        module = read_folder(folder, source.uri, compute, quantize, progress)
+    else:
+        assert source.shape is not None, "a source has a folder or a shape"
         progress(f"making a random {source.shape.architecture} model")
         module = _random_model(source.shape, compute)
-    elif keep_blocks and target.type == "cpu" and not quantize and (folder := blocks_of(source, progress)):
-        assert source.path is not None
-        progress(
-            f"reading {source.path.name}: weights stay in its {source.path.stat().st_size / 2**30:.2f} GiB"
-        )
-        module = read_packed(source.path, folder, compute)
-    else:
-        folder = weights_folder(source, progress)
-        module = read_folder(folder, source.uri, compute, quantize, progress)
     module = module.eval().requires_grad_(False).to(target)
     config = _text_config(module)
     max_model_tokens = context_limit(config, max_model_len)
-    if reason := (
-        refusal(module, config, max_model_tokens)
-        or unheard(attention_calls(module, target), max_model_tokens)
-    ):
-        raise ModelError(f"model: {type(module).__name__} cannot be served: {reason}")
-    millions = sum(p.numel() for p in module.parameters()) / 1e6
+    layer_shapes = _heard_shapes(module, config, max_model_tokens, target)
+    millions = (sum(p.numel() for p in module.parameters()) + blocked_weights(module)) / 1e6
     return LoadedModel(
         module=module,
         config=config,
@@ -127,6 +137,7 @@ def load(
         max_model_tokens=max_model_tokens,
         description=f"{type(module).__name__}, {millions:.1f} M parameters",
         eos_token_ids=_eos_token_ids(module, int(getattr(config, "vocab_size", 0))),
+        layer_shapes=layer_shapes,
         sampling_defaults=_sampling_defaults(module),
     )
 
@@ -138,6 +149,22 @@ def blocks_of(source: ModelSource, progress: Callable[[str], None]) -> Path | No
         return None
     folder = index_folder(source, progress)
     return folder if read_index(folder).tensors else None
+
+
+def _heard_shapes(
+    module: Any, config: Any, max_model_tokens: int, device: torch.device
+) -> Mapping[int, LayerShape]:
+    """Shapes of keys and values by layer. Raises ModelError for a model that cannot be served right."""
+    reason = refusal(module, config, max_model_tokens)
+    if reason is None:
+        if is_packed(module):  # it asks for the same without weights, which would take long to widen
+            module, device = without_weights(module.config, torch.float32), torch.device("meta")
+        heard = listen(module, device)
+        reason = unheard(heard.calls, max_model_tokens)
+        if reason is None and heard.why_not_paged is None:
+            return heard.shapes
+        reason = reason or f"{heard.why_not_paged}; {ELSEWHERE}"
+    raise ModelError(f"model: {type(module).__name__} cannot be served: {reason}")
 
 
 def _text_config(module: Any) -> Any:

@@ -158,24 +158,15 @@ def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path
         if not file_digest.same_bytes(content):
             raise _changed(gguf)
 
-    return drafts.once(_gguf_cache(source.content, source.cache_dir) / "weights", convert)
+    return drafts.once(gguf_cache(source.content, source.cache_dir) / "weights", convert)
 
 
-def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
-    """A folder with the index of a GGUF file, see `gguf_packed`. Raises ModelError."""
+def must_be_unchanged(source: ModelSource) -> None:
+    """Raises ModelError for a file that changed since it was resolved."""
     assert source.path is not None
     assert source.content is not None
-    gguf, content = source.path, source.content
-
-    def index(out: Path) -> None:
-        from headway_engine.gguf_packed import write_index
-
-        progress(f"reading what is in {gguf.name} (once)")
-        write_index(gguf, out)
-        if not file_digest.unchanged(content):
-            raise _changed(gguf)
-
-    return drafts.once(_gguf_cache(content, source.cache_dir) / "index", index)
+    if not file_digest.unchanged(source.content):
+        raise _changed(source.path)
 
 
 def _resolve_path(
@@ -200,14 +191,13 @@ def _resolve_path(
         if not file_digest.unchanged(content):
             raise _changed(path)
 
-    folder = drafts.once(_gguf_cache(content, cache_dir) / "tokenizer", convert)
+    folder = drafts.once(gguf_cache(content, cache_dir) / "tokenizer", convert)
     return ModelSource(uri, revision, SourceKind.GGUF, cache_dir, folder, path=path, content=content)
 
 
 def _changed(what: Path) -> ModelError:
     return ModelError(
-        f"model: {what} changed while it was converted, and nothing of that was kept; start again when it is "
-        "whole"
+        f"model: {what} changed while it was read, and nothing of that was kept; start again when it is whole"
     )
 
 
@@ -309,6 +299,6 @@ def _write_byte_tokenizer(out: Path, vocab: int) -> None:
     )
 
 
-def _gguf_cache(content: file_digest.Content, cache_dir: Path) -> Path:
+def gguf_cache(content: file_digest.Content, cache_dir: Path) -> Path:
     """The cache folder of a GGUF file, named by its content: the same bytes elsewhere have the same one."""
     return cache_dir / "models" / f"{content.digest}-v{_CACHE_VERSION}"

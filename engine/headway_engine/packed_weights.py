@@ -4,6 +4,8 @@ The kernels take the blocks over. Until then, and for the model's own forward pa
 start), these modules widen what they need while they need it. Knows nothing of files.
 """
 
+import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from headway_engine.fused.gguf_blocks import grouped
-from headway_engine.fused.packing import GroupedCodes, Weight
+from headway_engine.gguf_blocks import grouped
+from headway_engine.grouped_codes import GroupedCodes
 
-_WIDE_ELEMENTS = 1 << 24
-"""Weights that are widened at a time, at most."""
+_WIDE_ELEMENTS = 1 << 19
+"""Weights that are widened at a time: as many as a core's own cache holds, which is twice as fast as more."""
+
+
+_QUANTIZED_AT_ONCE = 1 << 24
 
 
 class BlockedMatrix(nn.Module):
@@ -26,8 +31,12 @@ class BlockedMatrix(nn.Module):
     def __init__(self, raw: "np.ndarray[Any, Any]", type_name: str, columns: int) -> None:
         super().__init__()
         self.type_name = type_name
-        self.shape = (raw.shape[0], columns)
+        self.columns = columns
         self.register_buffer("raw", torch.from_numpy(raw), persistent=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.raw.shape[0], self.columns
 
     def codes(self) -> GroupedCodes:
         """The whole matrix."""
@@ -69,14 +78,43 @@ class BlockedEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = matrix.shape
         self.matrix = matrix
-        self.dtype = dtype
+        # A tensor, so that whoever changes the type of a model's tensors changes what this gives.
+        self.like: torch.Tensor
+        self.register_buffer("like", torch.zeros((), dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[...] to [..., embedding_dim]."""
-        return self.matrix.rows(ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
+        return self.matrix.rows(ids.reshape(-1)).to(self.like.dtype).view(*ids.shape, self.embedding_dim)
 
 
-def weight_of(module: Any) -> Weight:
+def put_into_blocks(model: Any) -> None:
+    """Replace linear layers and embeddings by such in blocks of 8 bits (Q8_0: 32 weights share a scale), one
+    after the other, so that memory does not double. Rows that are no whole blocks stay as they are."""
+    from gguf import GGMLQuantizationType, quants
+
+    size = 32
+    matrices: dict[int, BlockedMatrix] = {}
+    for name, part in list(model.named_modules()):
+        if type(part) not in (nn.Linear, nn.Embedding) or part.weight.shape[1] % size:
+            continue
+        weight, key = part.weight.data, part.weight.data_ptr()
+        if key not in matrices:
+            rows = max(1, _QUANTIZED_AT_ONCE // weight.shape[1])
+            pieces = [
+                quants.quantize(weight[at : at + rows].float().numpy(), GGMLQuantizationType.Q8_0)
+                for at in range(0, weight.shape[0], rows)
+            ]
+            matrices[key] = BlockedMatrix(np.concatenate(pieces), "Q8_0", weight.shape[1])
+        matrix = matrices[key]
+        model.set_submodule(
+            name,
+            BlockedLinear(matrix, None if part.bias is None else part.bias.data)
+            if isinstance(part, nn.Linear)
+            else BlockedEmbedding(matrix, weight.dtype),
+        )
+
+
+def weight_of(module: Any) -> torch.Tensor | GroupedCodes:
     """The weights of a linear layer or an embedding, as they are: a tensor, or codes."""
     matrix = getattr(module, "matrix", None)
     if isinstance(matrix, BlockedMatrix):
@@ -100,6 +138,27 @@ def same_storage(one: Any, other: Any) -> bool:
 def is_packed(model: Any) -> bool:
     """Whether any weights of this module are in blocks."""
     return any(isinstance(part, BlockedMatrix) for part in model.modules())
+
+
+def block_types(model: Any) -> list[str]:
+    """GGUF's names of the types of its blocks, of which most weights are first."""
+    sizes: Counter[str] = Counter()
+    for part in model.modules():
+        if isinstance(part, BlockedMatrix):
+            sizes[part.type_name] += math.prod(part.shape)
+    return [name for name, _ in sizes.most_common()]
+
+
+def blocked_weights(model: Any) -> int:
+    """How many weights of this module are in blocks."""
+    return sum(math.prod(part.shape) for part in model.modules() if isinstance(part, BlockedMatrix))
+
+
+def token_rows(part: nn.Module) -> list[torch.Tensor]:
+    """The tensors of an embedding or a head that have a row for each token."""
+    own: list[torch.Tensor] = list(part.parameters(recurse=False))
+    matrix = getattr(part, "matrix", None)
+    return [matrix.raw, *own] if isinstance(matrix, BlockedMatrix) else own
 
 
 def drop_weights(*modules: Any) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from headway_engine.float32_pass import plain_attention
 from headway_engine.sampling import NotFinite
 from headway_engine.sequence import NO_TOKEN, Chunk, Pooling, SampledToken, Sequence
 
@@ -99,10 +100,11 @@ class Base:
     size: int
 
 
-def base_of(module: Any, prompt: Seq[int], device: torch.device) -> Base | None:
+def base_of(module: Any, device: torch.device) -> Base | None:
     """The base of a model; None when it has none.
 
-    Seen in a forward pass over `prompt` and not guessed: some models scale or project in between.
+    Seen in a forward pass of four tokens and not guessed: some models scale or project in between. (Of one
+    token it could not be seen: that of padding may be all zeros.)
     """
     base, head = getattr(module, "base_model", None), module.get_output_embeddings()
     if base is None or base is module or head is None:
@@ -114,8 +116,8 @@ def base_of(module: Any, prompt: Seq[int], device: torch.device) -> Base | None:
         head.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])),
     )
     try:
-        with torch.inference_mode():
-            module(input_ids=torch.tensor([list(prompt)], device=device), use_cache=False)
+        with torch.inference_mode(), plain_attention(module):
+            module(input_ids=torch.arange(4, device=device)[None], use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -168,6 +168,8 @@ class Metric(StrEnum):
     OBJECTIVE = "headway_objective_seconds"  # label objective = ttft | itl | e2e
     START_TIME = "headway_start_time_seconds"
     DRAINING = "headway_draining"
+    RUNNER = "headway_runner_info"  # labels runner, kernels: what computes the model
+    FALLBACK = "headway_runner_fallback"  # labels path, reason: a better way that the start check left
 
 
 class Outcome(StrEnum):

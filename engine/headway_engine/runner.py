@@ -6,7 +6,11 @@ and never writes to a sequence.
 """
 
 import ctypes
+import dataclasses
 import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +31,20 @@ from headway_engine.lean.runner import LeanRunner
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
+from headway_engine.model_error import ELSEWHERE
+from headway_engine.paths import Path, PathMissing, Reload, Serving, first_right
 from headway_engine.pooling import base_of
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import Picker
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import (
-    CHECK_PROMPT,
-    Runner,
-    StepError,
-    StepRunner,
-    layer_shapes,
-    logit_rows,
-    plain_logits,
-)
+from headway_engine.stepping import Runner, StepError, StepRunner, logit_rows
 
-__all__ = ["Runner", "StepError", "TransformersRunner", "build_runner", "measure_capacity"]
+__all__ = ["Runner", "StepError", "TransformersRunner", "best_runner", "build_runner", "measure_capacity"]
 
 log = logging.getLogger(__name__)
+
+TORCH = "torch"
+"""Kernels of a path that has none of ours."""
 
 
 class TransformersRunner(StepRunner):
@@ -68,12 +69,10 @@ class TransformersRunner(StepRunner):
         self._library = native.declare(library) if library else None
         self._threads = threads
         self._kernel = kernel
-        plain = plain_logits(model, capacity)
         module: Any = model.module  # nn.Module types every attribute as a tensor
-        self._base = base_of(module, CHECK_PROMPT[: capacity.kv_tokens], model.device)
+        self._base = base_of(module, model.device)
         module.set_attn_implementation(PAGED)
         self._module = module
-        self._compare(plain)
         self._cache.warm()
 
     @property
@@ -112,56 +111,124 @@ class TransformersRunner(StepRunner):
         return batch_of(chunks, self._cache, self._kernel, self._model.device)
 
 
-def build_runner(config: EngineConfig, model: LoadedModel, capacity: Capacity) -> Runner:
-    """The runner that `config.runner` names; `auto` picks the fastest that serves this model right.
+def build_runner(config: EngineConfig, model: LoadedModel, capacity: Capacity) -> StepRunner:
+    """The runner of `best_runner`, for a model that is not to be loaded twice."""
+    return best_runner(config, model, capacity).runner
 
-    Raises ModelError when what was asked for by name cannot be had.
+
+def best_runner(
+    config: EngineConfig, model: LoadedModel, capacity: Capacity, reload: Reload | None = None
+) -> Serving:
+    """The fastest way of computing this model right, of those that `config.runner` allows.
+
+    Raises ModelError when what was asked for by name cannot be had, and for a model that nothing computes
+    right. `reload` is for the case that a runner is found wrong after it took the weights over.
     """
     torch.set_num_threads(config.threads or usable_cores())
-    threads = torch.get_num_threads()
-    library = None
-    if model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16):
-        library = build.kernels()
-    not_fused = why_not_fused(model) or (None if library else "the C++ kernels are not there (see the log)")
-    not_lean = why_not_llama(model)
     on_cpu = model.device.type == "cpu"
-    wanted = config.runner
-    if wanted == "auto":
-        wanted = (
-            ("transformers" if not_fused else "fused") if on_cpu else "transformers" if not_lean else "lean"
-        )
-    reasons = {"fused": not_fused, "lean": not_lean}
-    if reason := reasons.get(wanted):
+    not_fused, not_lean = why_not_fused(model), why_not_llama(model)
+    fast, reason = ("fused", not_fused) if on_cpu else ("lean", not_lean)
+    wanted: tuple[str, ...] = (config.runner,)
+    if config.runner == "auto":
+        wanted = ("transformers",) if reason else (fast, "transformers")
+    if refused := {"fused": not_fused, "lean": not_lean}.get(wanted[0]):
         raise ModelError(
-            f"runner: no {wanted} path for {model.description}: {reason}; use auto or transformers"
+            f"runner: no {wanted[0]} path for {model.description}: {refused}; use auto or transformers"
         )
-    if wanted == "fused" and library is not None:
-        return FusedRunner(model, capacity, library, threads)
-    kernel = attention_kernel(config, model)
-    if wanted == "lean":
-        recorder = CudaRecorder(model.device) if config.decode_graphs and not on_cpu else None
-        return LeanRunner(model, capacity, kernel, recorder)
-    log.info(fields("runner", runner="transformers", why=(not_fused if on_cpu else not_lean) or "asked for"))
-    return TransformersRunner(model, capacity, library, threads, kernel)
+    paths = _cpu_paths(config, model, wanted) if on_cpu else _accelerator_paths(config, model, wanted)
+    way_out = ELSEWHERE if config.runner == "auto" else f"use --runner auto, or {ELSEWHERE}"
+    serving = first_right(paths, model, capacity, reload=reload, way_out=way_out)
+    path, why = serving.path, reason if config.runner == "auto" else "asked for"
+    weights = serving.runner.weights or None
+    log.info(fields("runner", runner=path.runner, kernels=path.kernels, weights=weights, why=why))
+    return serving
 
 
-def attention_kernel(config: EngineConfig, model: LoadedModel) -> PagedKernel | None:
-    """The kernel of paged attention for the accelerator that the model is on; None for torch's own."""
-    if model.device.type == "cpu":
-        if config.attention not in ("auto", "torch"):
-            raise ModelError(f"attention: {config.attention} is for accelerators, and the device is a CPU")
-        return None
-    shapes = frozenset(layer_shapes(model).values())
-    needs = choice.needs_of(shapes, model.dtype, config.kv_block_tokens, model.device)
+def _cpu_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> Iterator[Path]:
+    """Each runner in each instruction set, best first, then on torch alone; of weights in blocks, only those
+    that compute with blocks."""
+    if config.attention not in ("auto", "torch"):
+        raise ModelError(f"attention: {config.attention} is for accelerators, and the device is a CPU")
+    sets = _instruction_sets() if model.dtype in (torch.float32, torch.bfloat16) else ()
+    threads = torch.get_num_threads()
+    missing: dict[str, str] = {}
+
+    def library(name: str) -> ctypes.CDLL:
+        try:
+            return build.load(name)
+        except build.KernelsMissing as error:
+            missing[name] = str(error)
+            raise PathMissing(str(error)) from error
+
+    def fused(name: str, model: LoadedModel, capacity: Capacity) -> StepRunner:
+        return FusedRunner(model, capacity, library(name), threads)
+
+    def transformers(name: str, model: LoadedModel, capacity: Capacity) -> StepRunner:
+        return TransformersRunner(model, capacity, library(name) if name != TORCH else None, threads)
+
+    if "fused" in wanted:
+        yield from (Path("fused", name, partial(fused, name), empties=True) for name in sets)
+    if "lean" in wanted and not model.in_blocks:
+        yield Path("lean", TORCH, LeanRunner, empties=True)
+    if "transformers" in wanted and not model.in_blocks:
+        for name in (*sets, TORCH):
+            if name not in missing:
+                yield Path("transformers", name, partial(transformers, name), empties=False)
+
+
+def _instruction_sets() -> tuple[str, ...]:
     try:
-        return choice.pick(needs, model.device, asked=config.attention)
-    except ValueError as error:
-        raise ModelError(f"attention: {error}") from error
+        return build.usable()
+    except ValueError as error:  # of the environment
+        raise ModelError(str(error)) from error
+
+
+def _accelerator_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> Iterator[Path]:
+    """Each runner with each kernel of attention that can be had, best first; torch's own is the last."""
+    kernels = _Kernels(config, model)
+
+    def lean(kernel: PagedKernel | None, model: LoadedModel, capacity: Capacity) -> StepRunner:
+        recorder = CudaRecorder(model.device) if config.decode_graphs else None
+        return LeanRunner(model, capacity, kernels.for_type(kernel, model.dtype), recorder)
+
+    def transformers(kernel: PagedKernel | None, model: LoadedModel, capacity: Capacity) -> StepRunner:
+        return TransformersRunner(model, capacity, kernel=kernels.for_type(kernel, model.dtype))
+
+    for runner, build_with in (("lean", lean), ("transformers", transformers)):
+        if runner in wanted:
+            for kernel in kernels:
+                name = kernel.name if kernel else TORCH
+                yield Path(runner, name, partial(build_with, kernel), empties=runner == "lean")
+
+
+class _Kernels:
+    """The kernels of attention for a model on an accelerator, each tried once."""
+
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        shapes = frozenset(model.layer_shapes.values())
+        self._needs = choice.needs_of(shapes, model.dtype, config.kv_block_tokens, model.device)
+        self._found: list[PagedKernel | None] = []
+        self._rest = choice.kernels(self._needs, model.device, asked=config.attention)
+
+    def __iter__(self) -> Iterator[PagedKernel | None]:
+        yield from self._found
+        try:
+            for kernel in self._rest:
+                self._found.append(kernel)
+                yield kernel
+        except ValueError as error:
+            raise ModelError(f"attention: {error}") from error
+
+    def for_type(self, kernel: PagedKernel | None, dtype: torch.dtype) -> PagedKernel | None:
+        """The kernel, or None for torch's own attention where it does not take this type: the small copy in
+        float32 shows what is around it."""
+        needs = dataclasses.replace(self._needs, dtype=dtype)
+        return kernel if kernel is not None and choice.takes(kernel, needs) else None
 
 
 def measure_capacity(model: LoadedModel, config: EngineConfig) -> Capacity:
     """What fits in the memory that is free now, with the weights loaded. Raises ModelError with numbers."""
-    return capacity_plan.plan(config, model, layer_shapes(model), capacity_plan.free_memory(model.device))
+    return capacity_plan.plan(config, model, model.layer_shapes, capacity_plan.free_memory(model.device))
 
 
 def flatten(chunks: list[Chunk], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,19 +1,19 @@
-"""What every runner shares: errors, the order of rows, sampling, and the check against plain attention.
+"""What every runner shares: errors, the order of rows, and sampling.
 
 Knows nothing of how a forward pass is computed.
 """
 
 import logging
 from collections.abc import Iterator
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import torch
 
-from headway_engine.attention import PROBE, KeyValueCache, LayerShape, register
+from headway_engine.attention import KeyValueCache
 from headway_engine.grammar import GrammarFailed, Grammars
 from headway_engine.logs import fields
-from headway_engine.model import LoadedModel, ModelError
-from headway_engine.model_error import ELSEWHERE
+from headway_engine.model import LoadedModel
 from headway_engine.pooling import Pooler, hidden_rows
 from headway_engine.protocol import Capacity
 from headway_engine.sampling import NotFinite, Picker, sample, score
@@ -22,15 +22,11 @@ from headway_engine.sequence import (
     Chunk,
     Request,
     SampledToken,
-    SamplingParams,
     Sequence,
     Step,
 )
 
 log = logging.getLogger(__name__)
-
-CHECK_PROMPT = (3, 4, 5, 6, 7, 8)
-"""What a new runner computes first, in chunks, to be compared with the model's own attention."""
 
 LEAST_LOGIT_ROWS = 16
 """Rows of logits that a forward pass may have however few sequences it is made for: prompts that are scored
@@ -95,11 +91,13 @@ class StepRunner:
     """A runner but for its forward pass: subclasses give `name` and `_forward`, and maybe a faster picker."""
 
     name = ""
+    weights = ""
+    """The type that weights are held in, where it need not be the model's."""
 
     def __init__(self, model: LoadedModel, capacity: Capacity, picker: Picker | None = None) -> None:
         self._model = model
         self._most_rows = most_logit_rows(capacity.max_batch_tokens, capacity.max_batch_sequences)
-        shapes = layer_shapes(model)
+        shapes = model.layer_shapes
         self._cache = KeyValueCache(
             [shapes[i] for i in range(len(shapes))],
             capacity.kv_blocks,
@@ -107,14 +105,23 @@ class StepRunner:
             model.dtype,
             model.device,
         )
-        self._grammars = _grammars(model)
         self._picker = picker
         self._pooler = Pooler()
+
+    @property
+    def cache(self) -> KeyValueCache:
+        """Keys and values of the sequences that run."""
+        return self._cache
 
     @property
     def embedding_size(self) -> int:
         """See Runner. Of runners that have `_forward_hidden`."""
         return 0
+
+    @cached_property
+    def _grammars(self) -> Grammars | None:
+        # Made when a runner begins to serve: those that are only looked at need none.
+        return _grammars(self._model)
 
     @property
     def follows_grammars(self) -> bool:
@@ -133,6 +140,11 @@ class StepRunner:
     def _forward_hidden(self, chunks: list[Chunk], rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits as `_forward`, and the hidden states [rows, hidden] that the head reads, of these rows."""
         raise NotImplementedError
+
+    def logits(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Logits [rows, vocabulary] of `logit_rows`, of chunks in row order. Good until the next call."""
+        with torch.inference_mode():
+            return self._forward(chunks)
 
     def _compute(self, chunks: list[Chunk]) -> dict[str, SampledToken]:
         """One forward pass, and what came of it."""
@@ -169,27 +181,6 @@ class StepRunner:
                 ) from error
             raise StepError(f"the step failed: {type(error).__name__}: {error}") from error
 
-    def _compare(self, plain: torch.Tensor) -> None:
-        """Refuse a model whose paged logits after CHECK_PROMPT differ from the `plain` ones."""
-        prompt = CHECK_PROMPT[: self._cache.keys[0].shape[0] * self._cache.block_tokens]
-        length = len(prompt)
-        request = Request(id="check", prompt=prompt, sampling=SamplingParams(max_tokens=1), arrival_s=0.0)
-        blocks = list(range(-(-length // self._cache.block_tokens)))
-        sequence = Sequence(request=request, tokens=list(prompt), block_table=blocks)
-        half = length // 2
-        with torch.inference_mode():
-            for start, size in ((0, half), (half, length - half - 1), (length - 1, 1)):
-                if size > 0:
-                    paged = self._forward([Chunk(sequence, start, size, samples=start + size == length)])
-        tolerance = 1e-3 if self._model.dtype is torch.float32 else 0.1
-        scale = plain.abs().max().clamp(min=1e-6)
-        difference = float((plain - paged[0]).abs().max() / scale)
-        if not difference <= tolerance:
-            raise ModelError(
-                f"model: {self._model.description}: paged attention differs from the model's own by "
-                f"{difference:.2g} of the largest logit, so some feature of it is not handled; {ELSEWHERE}"
-            )
-
 
 def _grammars(model: LoadedModel) -> Grammars | None:
     """None for a model that cannot follow any: it is served all the same."""
@@ -202,55 +193,6 @@ def _grammars(model: LoadedModel) -> Grammars | None:
     except (OSError, ValueError) as error:
         log.warning(fields("no-structured-output", why=error))
         return None
-
-
-def layer_shapes(model: LoadedModel) -> dict[int, LayerShape]:
-    """Shape of each layer's keys and values, seen in a forward pass of two tokens, not guessed from names."""
-    register()
-    module: Any = model.module
-    before = module.config._attn_implementation
-    shapes: dict[int, LayerShape] = {}
-    try:
-        module.set_attn_implementation(PROBE)
-        with torch.inference_mode():
-            ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-            positions = torch.arange(2, device=model.device)[None]
-            out = module(
-                input_ids=ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=torch.ones(1, dtype=torch.long, device=model.device),
-                probe=shapes,
-            )
-    except Exception as error:
-        raise ModelError(
-            f"model: {type(module).__name__} does not run with a registered attention function: {error}"
-        ) from error
-    finally:
-        module.set_attn_implementation(before)
-    if out.logits.shape[1] != 1:
-        raise ModelError(f"model: {type(module).__name__} does not take logits_to_keep; {ELSEWHERE}")
-    if sorted(shapes) != list(range(len(shapes))) or not shapes:
-        raise ModelError(
-            f"model: {type(module).__name__} calls attention in layers {sorted(shapes)}, which cannot be "
-            f"paged; {ELSEWHERE}"
-        )
-    return shapes
-
-
-def plain_logits(model: LoadedModel, capacity: Capacity) -> torch.Tensor:
-    """Logits [vocabulary] after CHECK_PROMPT (what fits of it), with attention as transformers chooses it."""
-    module: Any = model.module
-    prompt = CHECK_PROMPT[: capacity.kv_tokens]
-    before = module.config._attn_implementation
-    try:
-        module.set_attn_implementation("sdpa" if type(module)._supports_sdpa else "eager")
-        ids = torch.tensor([prompt], device=model.device)
-        with torch.inference_mode():
-            logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0, -1]
-        return logits
-    finally:
-        module.set_attn_implementation(before)
 
 
 def in_row_order(step: Step) -> list[Chunk]:

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from headway_engine.messages import Gauges, StepReport
+from headway_engine.messages import Gauges, Ready, StepReport
 from headway_engine.protocol import (
     BatchingMode,
     Capacity,
@@ -133,6 +133,7 @@ class Telemetry:
         self.start_time_s = start_time_s  # Unix time
         self.limits: Limits | None = None
         self.capacity: Capacity | None = None
+        self.ready: Ready | None = None  # what the core said when it was
         self.draining = False
         self.arrived_total = 0
         self.outcomes_total = dict.fromkeys(Outcome, 0)
@@ -319,6 +320,8 @@ class Telemetry:
             yield _labelled(
                 GaugeMetricFamily(Metric.LIMIT, HELP[Metric.LIMIT], labels=["parameter"]), numbers
             )
+        if self.ready is not None:
+            yield from _computing(self.ready)
         if self.capacity is not None:
             reserved = {name: getattr(self.capacity, name) for name in Capacity.__struct_fields__}
             yield _labelled(
@@ -350,6 +353,17 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Family]:
         return self._telemetry.families()
+
+
+def _computing(ready: Ready) -> Iterator[Family]:
+    """What computes the model, and what does not because the check at start found it wrong."""
+    info = GaugeMetricFamily(Metric.RUNNER, HELP[Metric.RUNNER], labels=["runner", "kernels"])
+    info.add_metric([ready.runner.partition(",")[0], ready.kernels], 1)
+    yield info
+    fallbacks = GaugeMetricFamily(Metric.FALLBACK, HELP[Metric.FALLBACK], labels=["path", "reason"])
+    for fallback in ready.fallbacks:
+        fallbacks.add_metric([fallback.path, fallback.reason], 1)
+    yield fallbacks
 
 
 def _labelled(family: _Labelled, values: Mapping[Any, float]) -> _Labelled:
@@ -389,4 +403,6 @@ HELP: dict[Metric, str] = {
     Metric.OBJECTIVE: "Latency objectives that histogram boundaries are placed at.",
     Metric.START_TIME: "Unix time of the start.",
     Metric.DRAINING: "1 while the engine refuses newcomers on its way out.",
+    Metric.RUNNER: "What computes the model: the runner, and its kernels (an instruction set, or torch).",
+    Metric.FALLBACK: "1 for each better way of computing the model that was left at start, by why.",
 }

@@ -7,8 +7,10 @@ and of what the architecture needs.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _transformers_logging: Any = transformers_logging
 
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _QUANTIZED_NAMES = ("weight_scale", "scale_inv", "qweight", "qzeros", "absmax", "_packed", "scales", "SCB")
+_FILE_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_CONFIG_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
 
 
@@ -86,23 +90,54 @@ def check_whole(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
-        if start.startswith(b"version "):
-            raise ModelError(f"model: {file} is a Git LFS pointer and not the weights; run `git lfs pull`")
-        if file.suffix != ".safetensors":
-            return
-        length = int.from_bytes(start, "little")
+    if start.startswith(b"version "):
+        raise ModelError(f"model: {file} is a Git LFS pointer and not the weights; run `git lfs pull`")
+    if file.suffix != ".safetensors":
+        return
+    tensors = _tensors(file)
+    whole = 8 + int.from_bytes(start, "little") + max((t.end for t in tensors), default=0)
+    if size != whole:
+        raise ModelError(f"model: {file} has {size} bytes and should have {whole}; fetch it anew")
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The type that most of a folder's weights are in: by their files, or by config.json where these are
+    pickles; None where nothing says it. What is wrong with the files is told by who reads them."""
+    sizes: Counter[str] = Counter()
+    try:
+        for file in weight_files(folder):
+            for tensor in _tensors(file) if file.suffix == ".safetensors" else ():
+                sizes[tensor.type] += tensor.end - tensor.begin
+        if sizes:
+            return _FILE_TYPES.get(sizes.most_common(1)[0][0])
+        config = _configuration(folder)
+    except ModelError:
+        return None
+    return _CONFIG_TYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What the header of a safetensors file says of one: its type, and its bytes behind the header."""
+
+    type: str
+    begin: int
+    end: int
+
+
+def _tensors(file: Path) -> list[_Tensor]:
+    """Raises ModelError for a header that is not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
         try:
-            header: Any = json.loads(opened.read(length)) if length <= size - len(start) else None
-            whole = (
-                8 + length + max((t["data_offsets"][1] for n, t in header.items() if n[0] != "_"), default=0)
-            )
+            header: Any = json.loads(opened.read(length)) if length <= size - 8 else None
+            return [_Tensor(t["dtype"], *t["data_offsets"]) for n, t in header.items() if n[0] != "_"]
         except (ValueError, AttributeError, TypeError, KeyError, LookupError):
             raise ModelError(
                 f"model: {file} is no safetensors file, or cut short in its header: it has {size} bytes; "
                 "fetch it anew"
             ) from None
-    if size != whole:
-        raise ModelError(f"model: {file} has {size} bytes and should have {whole}; fetch it anew")
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from headway_operator.tuner.quantiles import Judgement
 
 FIGURE_CONDITIONS = ("SLOMet", "SLOFeasible", "TuningActive")
 """Conditions whose message holds figures: a new message alone is not worth a write."""
+FALLBACK = "ReadyOnFallback"
+"""Reason of Ready where a pod serves, and not in the way that it should."""
 MISSES_TO_TELL = 3
 MESSAGE = 1024
 
@@ -82,7 +84,7 @@ def conditions(facts: Facts, before: Mapping[str, Any], now: datetime) -> list[J
     old = {c["type"]: c for c in before.get("conditions") or []}
     stalled = _stalled(facts)
     found = (
-        _ready(facts, stalled),
+        _ready(facts, stalled, old.get("Ready")),
         None if stalled else _reconciling(facts),
         stalled,
         _metrics(facts, old.get("MetricsAvailable")),
@@ -113,10 +115,13 @@ def _counts(facts: Facts) -> tuple[int, int, int]:
     return facts.resource.replicas, int(ready), int(updated)
 
 
-def _ready(facts: Facts, stalled: _Finding | None) -> _Finding:
+def _ready(facts: Facts, stalled: _Finding | None, old: Mapping[str, Any] | None) -> _Finding:
     desired, ready, _ = _counts(facts)
     if ready > 0:
-        return _Finding("Ready", "True", "Serving", f"{ready} of {desired} replicas serve")
+        serve = f"{ready} of {desired} replicas serve"
+        if words := _fallbacks(facts, old):
+            return _Finding("Ready", "True", FALLBACK, f"{serve}; {words}")
+        return _Finding("Ready", "True", "Serving", serve)
     if stalled is not None:
         return _Finding("Ready", "False", stalled.reason, stalled.message)
     if desired == 0:
@@ -126,6 +131,24 @@ def _ready(facts: Facts, stalled: _Finding | None) -> _Finding:
     if troubles := _troubles(facts):
         return _Finding("Ready", "False", "PodsFailing", troubles[0])
     return _Finding("Ready", "False", "NoReplicaReady", f"none of {desired} replicas is ready yet")
+
+
+def _fallbacks(facts: Facts, old: Mapping[str, Any] | None) -> str:
+    """Which ways of computing failed in which pods, why, and what serves; empty where none did."""
+    found: dict[str, list[str]] = {}
+    silent = False
+    for pod in facts.pods:
+        sample = facts.samples.get(pod.name)
+        silent = silent or (pod.ready and not isinstance(sample, Sample))
+        if isinstance(sample, Sample) and sample.computing is not None and sample.computing.left:
+            left = ", ".join(f"{way} ({why})" for way, why in sample.computing.left)
+            words = f"{left} did not pass the check at start, {sample.computing.way} serves"
+            found.setdefault(words, []).append(pod.name)
+    if not found and silent and old is not None and old.get("reason") == FALLBACK:
+        # Nothing is known that would say otherwise.
+        return str(old["message"]).partition("; ")[2]
+    lines = (f"in {', '.join(pods)} {words}" for words, pods in sorted(found.items()))
+    return "; ".join(f"{line}: see runner-fallback in its log" for line in lines)
 
 
 def _troubles(facts: Facts) -> list[str]:

@@ -59,6 +59,14 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes the model in a pod, and the better ways that its check at start left for it."""
+
+    way: str  # "fused on amx"
+    left: tuple[tuple[str, str], ...] = ()  # ways, and in a word why
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One scrape of one pod."""
 
@@ -67,6 +75,7 @@ class Sample:
     capacity: Capacity | None = None
     objectives: Objectives | None = None
     statistics: StepStatistics | None = None
+    computing: Computing | None = None
     histograms: Mapping[Metric, Histogram] = field(default_factory=dict)
     counters: Mapping[Metric, float] = field(default_factory=dict)
     outcomes: Mapping[Outcome, float] = field(default_factory=dict)
@@ -154,6 +163,7 @@ def read(families: Iterable[Family]) -> Sample:
         capacity=_convert(Capacity, _whole(series.by_label(Metric.CAPACITY, "parameter"))),
         objectives=_objectives(series),
         statistics=_statistics(series),
+        computing=_computing(series),
         histograms=histograms,
         counters={m: v for m in _COUNTERS if (v := series.total(m)) is not None},
         outcomes={
@@ -178,6 +188,10 @@ class _Series:
         """Sum over all labels (tenants, for one)."""
         found = self.values.get(name)
         return None if found is None else sum(value for _, value in found)
+
+    def labels(self, name: str) -> list[Mapping[str, str]]:
+        """Of each series of that name, in the order of the text."""
+        return [labels for labels, _ in self.values.get(name, ())]
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Sums per value of one label."""
@@ -236,6 +250,14 @@ def _objectives(series: _Series) -> Objectives | None:
     if Metric.OBJECTIVE not in series.values:
         return None
     return Objectives(**{f"{name}_ms": round(found.get(name, 0.0) * 1000) for name in ("ttft", "itl", "e2e")})
+
+
+def _computing(series: _Series) -> Computing | None:
+    way = next(iter(series.labels(Metric.RUNNER)), None)
+    if way is None:
+        return None
+    left = ((one.get("path", ""), one.get("reason", "")) for one in series.labels(Metric.FALLBACK))
+    return Computing(f"{way.get('runner', '')} on {way.get('kernels', '')}", tuple(left))
 
 
 def _statistics(series: _Series) -> StepStatistics | None:

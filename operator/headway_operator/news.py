@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway_operator.conditions import FALLBACK
 from headway_operator.resource import TuningMode
 from headway_operator.tuner.controller import Change
 
@@ -58,11 +59,15 @@ def _sentences(changes: Iterable[Change]) -> str:
 
 
 def transitions(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[News]:
-    """Conditions that turned bad, and those that turned good after having been bad."""
+    """Conditions that turned bad, those that turned good after having been bad, and a fallback that began."""
     old, new = _by_type(before or {}), _by_type(after)
     found = []
     for type_, bad in BAD.items():
         was, is_ = old.get(type_, {}), new.get(type_, {})
+        if is_.get("reason") == FALLBACK:
+            if was.get("reason") != FALLBACK:
+                found.append(_of_condition(type_, "Warning", FALLBACK, is_["message"], topic=FALLBACK))
+            continue
         if is_.get("status") == was.get("status"):
             continue
         # A new resource that is not ready yet is no news.
@@ -77,8 +82,9 @@ def transitions(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> l
     return found
 
 
-def _of_condition(type_: str, severity: str, reason: str, message: str) -> News:
-    return News(topic=type_, type=severity, reason=reason, note=f"{type_}: {message}", action="Reconcile")
+def _of_condition(type_: str, severity: str, reason: str, message: str, topic: str = "") -> News:
+    note = f"{type_}: {message}"
+    return News(topic=topic or type_, type=severity, reason=reason, note=note, action="Reconcile")
 
 
 def _by_type(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -95,7 +101,7 @@ class Quota:
 
     def allows(self, topic: str, now_s: float) -> bool:
         """Whether an event may go out now; counts it where it may."""
-        if topic in BAD:
+        if topic in BAD or topic == FALLBACK:
             if now_s - self._told_s.get(topic, -CONDITION_EVERY_S) < CONDITION_EVERY_S:
                 return False
             self._told_s[topic] = now_s

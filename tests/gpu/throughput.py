@@ -28,7 +28,6 @@ from headway_engine.protocol import Capacity, Limits
 from headway_engine.runner import TransformersRunner, build_runner
 from headway_engine.scheduler import Scheduler
 from headway_engine.sequence import Chunk, Finished, Request, SamplingParams, Sequence, Step
-from headway_engine.stepping import layer_shapes
 
 BLOCK = 16
 PEER_PAGE = 256
@@ -59,7 +58,7 @@ def kernels(model: LoadedModel) -> dict[str, PagedKernel]:
     """Every kernel that works here, in order of preference."""
     found: dict[str, PagedKernel] = {}
     if model.device.type == "cuda":
-        needs = needs_of(frozenset(layer_shapes(model).values()), model.dtype, BLOCK, model.device)
+        needs = needs_of(frozenset(model.layer_shapes.values()), model.dtype, BLOCK, model.device)
         for candidate in CANDIDATES:
             try:
                 kernel = pick(needs, model.device, asked=candidate.name)
@@ -193,7 +192,7 @@ def report(a: argparse.Namespace) -> Iterator[str]:
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     bandwidth = copy_gb_per_s(device, a.copy_bytes)
-    token_bytes = sum(shape.bytes_per_token(model.dtype) for shape in layer_shapes(model).values())
+    token_bytes = sum(shape.bytes_per_token(model.dtype) for shape in model.layer_shapes.values())
     batches = [int(word) for word in a.batches.split(",")]
     capacity = Capacity(
         max_batch_tokens=8192,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headway_engine import capacity
-from headway_engine.devices import choose_device, choose_dtype
+from headway_engine.devices import choose_device, choose_dtype, slow_here
+from headway_engine.fused import isa
 from headway_engine.model import ModelError
 
 Machine = Callable[..., None]
@@ -64,22 +65,73 @@ def test_words_that_name_no_device_are_refused(name: str, machine: Machine) -> N
         choose_device(name)
 
 
-def test_auto_dtype_is_what_the_hardware_multiplies(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """float16 on CUDA devices that only imitate bfloat16; the second device is asked about itself."""
+def test_auto_dtype_on_cuda_is_what_the_hardware_multiplies(machine: Machine) -> None:
+    """float16 on devices that only imitate bfloat16, whatever the weights are in; the second device is asked
+    about itself."""
     machine((9, 0), (7, 5))
     assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
-    assert choose_dtype("auto", torch.device("cuda:1")) is torch.float16
+    assert choose_dtype("auto", torch.device("cuda:1"), torch.bfloat16) is torch.float16
     assert choose_dtype("float32", torch.device("cuda:1")) is torch.float32
-    cpu = torch.device("cpu")
-    monkeypatch.setattr("headway_engine.devices._cpu_multiplies_bf16", lambda: False)
-    assert choose_dtype("auto", cpu) is torch.float32
-    monkeypatch.setattr("headway_engine.devices._cpu_multiplies_bf16", lambda: True)
-    assert choose_dtype("auto", cpu) is torch.bfloat16
-    assert choose_dtype("float16", cpu) is torch.float16
     with pytest.raises(ModelError, match=r"^dtype: "):
-        choose_dtype("int3", cpu)
+        choose_dtype("int3", torch.device("cuda"))
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.device]:
+    """Sets which CPU this is, by the best instruction set that it runs, and what the environment allows."""
+
+    def of(best: str, allowed: str = "") -> torch.device:
+        machine = "aarch64" if best == "neon" else "x86_64"
+        monkeypatch.setattr("os.uname", lambda: type("uname", (), {"machine": machine}))
+        monkeypatch.setattr(isa, "cpu_flags", lambda: isa.INSTRUCTION_SETS[best].cpu_flags)
+        monkeypatch.setenv(isa.ISA_ENV, allowed)
+        return torch.device("cpu")
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("best", "allowed", "fast"),
+    [
+        ("amx", "", True),
+        ("avx512_bf16", "", True),
+        ("avx512_vnni", "", False),
+        ("avx512", "", False),
+        ("avx2", "", False),
+        ("baseline", "", False),
+        ("neon", "", False),
+        ("amx", "avx512_bf16", True),
+        ("amx", "avx512", False),
+        ("amx", "torch", False),
+    ],
+)
+def test_auto_dtype_on_a_cpu_is_bfloat16_where_that_is_faster_and_loses_nothing(
+    best: str, allowed: str, fast: bool, cpu: Callable[..., torch.device]
+) -> None:
+    """Weights of float16 and float32 lose bits in bfloat16, and random ones have nothing to gain."""
+    device = cpu(best, allowed)
+    assert choose_dtype("auto", device, torch.bfloat16) is (torch.bfloat16 if fast else torch.float32)
+    for stored in (torch.float16, torch.float32, None):
+        assert choose_dtype("auto", device, stored) is torch.float32
+    assert choose_dtype("bfloat16", device) is torch.bfloat16, "what is asked for by name is had"
+    assert slow_here(torch.bfloat16, device) is not fast
+    assert slow_here(torch.float16, device)
+    assert not slow_here(torch.float32, device)
+
+
+def test_nothing_that_an_accelerator_is_given_is_slow(machine: Machine) -> None:
+    machine((9, 0))
+    assert not slow_here(torch.float16, torch.device("cuda"))
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_an_error_with_the_variables_name(
+    cpu: Callable[..., torch.device],
+) -> None:
+    """Not a traceback, and not another set in its place."""
+    with pytest.raises(
+        ModelError, match=r"^HEADWAY_CPU_ISA: 'amx': this CPU does not run it; use one of avx2, "
+    ):
+        choose_dtype("auto", cpu("avx2", "amx"), torch.bfloat16)
 
 
 def test_free_memory_of_a_device_is_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:

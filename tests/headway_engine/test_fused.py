@@ -16,7 +16,7 @@ from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
-from headway_engine.runner import TransformersRunner, build_runner
+from headway_engine.runner import TransformersRunner, best_runner, build_runner
 from support import kernels, tiny_models
 
 SMALL = Capacity(
@@ -222,17 +222,18 @@ def test_spans_say_whose_rows_are_whose() -> None:
 def test_without_a_compiler_everything_works_on_torch_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning says why it is slower; auto falls back to transformers; the answer is the same."""
+    """Warnings say why it is slower; auto falls back to transformers; the answer is the same."""
     with monkeypatch.context() as patch:
         patch.setenv("HEADWAY_CACHE", str(tmp_path))
         patch.setenv("CXX", str(tmp_path / "no-such-compiler"))
         with caplog.at_level(logging.WARNING, logger="headway_engine"):
             assert build.kernels() is None
+            found = best_runner(tiny_models.engine_config(runner="auto"), tiny_models.fresh("llama"), SMALL)
     assert "torch's own attention is used" in caplog.text
-    monkeypatch.setattr(build, "kernels", lambda: None)
-    runner = build_runner(tiny_models.engine_config(runner="auto"), tiny_models.fresh("llama"), SMALL)
-    assert runner.name == "transformers"
-    crowd(runner, "llama")
+    assert found.path.name == "transformers on torch"
+    assert {left.reason for left in found.fallbacks} == {"unavailable"}
+    assert all("no-such-compiler" in left.why for left in found.fallbacks)
+    crowd(found.runner, "llama")
 
 
 @needs_compiler

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import quants
 
-from headway_engine.fused import gguf_blocks
+from headway_engine import gguf_blocks
 
 TYPES = {
     # name: (bits of a code, weights of a group, offsets, bytes at which half-precision numbers stand)

@@ -9,7 +9,8 @@ from torch import nn
 
 from headway_engine.fused import modules, native
 from headway_engine.fused.native import Element
-from headway_engine.fused.packing import GroupedCodes, Packer, Weight, alike, stacked
+from headway_engine.fused.packing import Packer, Weight, alike, stacked
+from headway_engine.grouped_codes import GroupedCodes
 from support import kernels
 
 pytestmark = kernels.needs_compiler

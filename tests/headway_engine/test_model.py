@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from headway_engine.fused import isa
 from headway_engine.model import LoadedModel, default_cache_dir, load, refusal
 from headway_engine.model_source import ModelError, SourceKind, resolve
 from support import tiny_models
@@ -255,13 +256,25 @@ def test_an_end_id_outside_the_vocabulary_is_ignored_and_told(
     assert told in caplog.text
 
 
-@pytest.mark.parametrize(("native", "warns"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(("best", "warns"), [("avx512", True), ("amx", False)])
 def test_a_dtype_that_the_cpu_only_imitates_is_warned_of(
-    native: torch.dtype, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    best: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is served all the same: right, and slowly."""
-    monkeypatch.setattr(
-        "headway_engine.model.choose_dtype", lambda name, _: native if name == "auto" else torch.bfloat16
-    )
+    monkeypatch.setattr(isa, "available", lambda: (best, "baseline"))
     tiny_models.fresh("gpt2", dtype="bfloat16")
     assert ("slow-dtype dtype=bfloat16" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_follows_the_files_on_a_cpu(
+    stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 for weights of bfloat16 where its products are fast; random weights are in no file."""
+    monkeypatch.setattr(isa, "available", lambda: ("amx", "baseline"))
+    module = tiny_models.fresh("qwen2").module
+    module.to(stored).save_pretrained(tmp_path)  # type: ignore[operator]
+    source = resolve(f"file://{tmp_path}", "main", tmp_path / "cache")
+    model = load(source, dtype="auto", device="cpu", max_model_len=0, progress=lambda _: None)
+    assert model.dtype is (torch.bfloat16 if stored is torch.bfloat16 else torch.float32)
+    assert tiny_models.fresh("qwen2", dtype="auto").dtype is torch.float32

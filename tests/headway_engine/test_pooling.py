@@ -317,8 +317,8 @@ def test_logits_are_computed_for_nobody_who_asks_for_a_vector() -> None:
 def test_a_model_whose_head_reads_something_else_gives_no_vectors() -> None:
     """Some models scale between the last norm and the head; which of the two is meant, nobody says."""
     module = tiny_models.fresh("llama").module
-    assert base_of(module, (3, 4, 5), torch.device("cpu")) is not None
+    assert base_of(module, torch.device("cpu")) is not None
     original = module.lm_head.forward
     module.lm_head.register_forward_pre_hook(lambda _m, inputs: (inputs[0] * 0.5,), prepend=True)
     assert module.lm_head.forward == original
-    assert base_of(module, (3, 4, 5), torch.device("cpu")) is None
+    assert base_of(module, torch.device("cpu")) is None

@@ -15,7 +15,6 @@ from headway_engine.model import LoadedModel, load
 from headway_engine.model_source import ModelError, resolve
 from headway_engine.quantization import named_method, on_the_fly
 from headway_engine.runner import build_runner
-from headway_engine.stepping import layer_shapes
 from support import runners, tiny_models
 
 CAPACITY = runners.capacity()
@@ -89,7 +88,7 @@ def test_capacity_counts_packed_weights_unpacked_one_at_a_time(folder: Path) -> 
     config = tiny_models.engine_config()
     plain, int8 = loaded(folder), loaded(folder, "int8wo")
     widest = 192 * 331 * 4  # hidden size, vocabulary, bytes
-    extra = step_bytes(config, int8, layer_shapes(int8)) - step_bytes(config, plain, layer_shapes(plain))
+    extra = step_bytes(config, int8, int8.layer_shapes) - step_bytes(config, plain, plain.layer_shapes)
     assert extra == widest
 
 

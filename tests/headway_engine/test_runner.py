@@ -16,7 +16,6 @@ from headway_engine.model import ModelError, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.runner import StepError, build_runner, measure_capacity
 from headway_engine.sequence import Chunk, Step
-from headway_engine.stepping import layer_shapes
 from support import tiny_models
 
 SMALL = Capacity(
@@ -142,7 +141,9 @@ def test_a_model_whose_paged_logits_differ_is_refused() -> None:
         return original(*args, **kwargs)
 
     attention.forward = odd
-    with pytest.raises(ModelError, match="paged attention differs from the model's own"):
+    with pytest.raises(
+        ModelError, match=r"by transformers on .*logits differ from the model's own in float32"
+    ):
         runner_for(model)
 
 
@@ -154,14 +155,14 @@ def test_what_an_unknown_runner_needs_is_said() -> None:
 
 def test_layer_shapes_are_seen_and_not_guessed() -> None:
     """Grouped heads on llama, as many as query heads on gpt2."""
-    assert layer_shapes(tiny_models.fresh("llama")) == {i: LayerShape(2, 8, 8) for i in range(2)}
-    assert layer_shapes(tiny_models.fresh("gpt2")) == {i: LayerShape(4, 8, 8) for i in range(2)}
+    assert tiny_models.fresh("llama").layer_shapes == {i: LayerShape(2, 8, 8) for i in range(2)}
+    assert tiny_models.fresh("gpt2").layer_shapes == {i: LayerShape(4, 8, 8) for i in range(2)}
 
 
 def test_capacity_never_exceeds_memory_nor_use() -> None:
     """Blocks grow with free memory up to whole contexts for every sequence, and never past it."""
     model = tiny_models.fresh("llama")
-    shapes = layer_shapes(model)
+    shapes = model.layer_shapes
     config = tiny_models.engine_config(kv_blocks=0, kv_memory_percent=50)
     block = 4 * 2 * 2 * (8 + 8) * 4  # tokens, layers, heads, key and value width, bytes
     previous = 0
@@ -179,7 +180,7 @@ def test_capacity_leaves_room_for_the_contexts_that_decodes_copy() -> None:
     config = tiny_models.engine_config()
     model = tiny_models.fresh("llama")
     contexts = 16 * 25 * 4 * 2 * (8 + 8) * 4  # sequences, blocks, tokens, heads, width, bytes
-    assert capacity_plan.gather_bytes(16, config, model, layer_shapes(model)) == 2 * contexts
+    assert capacity_plan.gather_bytes(16, config, model, model.layer_shapes) == 2 * contexts
     wide = {0: LayerShape(1024, 128, 128)}
     assert capacity_plan.gather_bytes(16, config, model, wide) == 2 * gather_cap_bytes(model.device)
     half = dataclasses.replace(model, dtype=torch.bfloat16)
@@ -190,7 +191,7 @@ def test_too_little_memory_for_one_sequence_is_refused_with_numbers() -> None:
     """Row C.6 56: a context larger than the cache. With maxModelLen asked for: an error that has the numbers
     in it. Without: the context shrinks."""
     model = tiny_models.fresh("llama")
-    shapes = layer_shapes(model)
+    shapes = model.layer_shapes
     asked = tiny_models.engine_config(kv_blocks=10, max_model_len=97)
     with pytest.raises(ModelError, match=r"97 tokens needs 25 KV blocks of 4 tokens .* and there are 10"):
         plan(asked, model, shapes, Memory(1 << 30, "a test"))
@@ -203,7 +204,7 @@ def test_too_little_memory_for_one_sequence_is_refused_with_numbers() -> None:
 def test_more_blocks_than_memory_are_refused_with_the_flag_and_the_memory() -> None:
     """Asked for by number, they would be an allocation that fails, or a process that is killed later."""
     model = tiny_models.fresh("llama")
-    shapes = layer_shapes(model)
+    shapes = model.layer_shapes
     block = 4 * 2 * 2 * (8 + 8) * 4
     memory = Memory(1000 * block, "a test")
     assert plan(tiny_models.engine_config(kv_blocks=1000), model, shapes, memory).kv_blocks == 1000

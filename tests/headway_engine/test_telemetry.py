@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from headway_engine.messages import Gauges, StepReport
+from headway_engine.messages import Fallback, Gauges, Ready, StepReport
 from headway_engine.protocol import Capacity, Limits, Metric, Objectives, Outcome
 from headway_engine.sequence import (
     Finished,
@@ -73,13 +73,42 @@ def test_the_clock_of_a_request_starts_at_its_arrival():
     assert s[(Metric.PROMPT_TOKENS,)] == 3
 
 
+def ready(*fallbacks):
+    capacity = Capacity(
+        max_batch_tokens=1, max_batch_sequences=1, kv_blocks=10, block_tokens=16, max_model_tokens=64
+    )
+    return Ready(
+        capacity=capacity,
+        limits=Limits(),
+        model="a model",
+        device="cpu",
+        dtype="float32",
+        runner="lean, triton attention, 13 decode graphs",
+        kernels="triton",
+        fallbacks=fallbacks,
+    )
+
+
+def test_what_computes_the_model_and_what_was_left_for_it_are_series():
+    """Nothing before the core is ready; no words that vary in the labels."""
+    t = telemetry()
+    assert not any(key[0] in (Metric.RUNNER, Metric.FALLBACK) for key in samples(t))
+    t.ready = ready()
+    assert samples(t)[(Metric.RUNNER, "triton", "lean")] == 1
+    t.ready = ready(
+        Fallback("lean on flash-attn 3", "wrong logits", "by 0.31"),
+        Fallback("lean on flash-attn 2", "failed", "RuntimeError: at 0x7f"),
+    )
+    left = {key[1:]: value for key, value in samples(t).items() if key[0] == Metric.FALLBACK}
+    assert left == {("lean on flash-attn 3", "wrong logits"): 1, ("lean on flash-attn 2", "failed"): 1}
+
+
 def test_every_metric_of_the_protocol_is_exposed():
     """A name in the protocol that no scrape shows would be a signal the controller waits for in vain."""
     t = telemetry(ttft_ms=500, itl_ms=50, e2e_ms=15000)
     t.limits = Limits()
-    t.capacity = Capacity(
-        max_batch_tokens=1, max_batch_sequences=1, kv_blocks=10, block_tokens=16, max_model_tokens=64
-    )
+    t.ready = ready(Fallback("fused on amx", "wrong logits"))
+    t.capacity = t.ready.capacity
     serve_one(t)
     names = {key[0] for key in samples(t)}
     for metric in Metric:

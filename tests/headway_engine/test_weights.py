@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway_engine.model_source import ModelError
-from headway_engine.weights import check_whole, read_folder, weight_files
+from headway_engine.weights import check_whole, read_folder, stored_dtype, weight_files
 from support import tiny_models
 
 
@@ -177,3 +177,36 @@ def test_a_configuration_that_is_no_json_is_named(whole: Path) -> None:
 
 def test_a_whole_file_passes(whole: Path) -> None:
     check_whole(whole / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_type_of_the_weights_is_read_from_their_files(dtype: torch.dtype, sharded: Path) -> None:
+    """Of all shards; what most of the weights are in counts, and not what config.json says."""
+    assert stored_dtype(sharded) is torch.float32
+    for file in sharded.glob("model-*.safetensors"):
+        tensors = {n: t if t.dim() == 1 else t.to(dtype) for n, t in load_file(file).items()}
+        save_file(tensors, file)
+    assert stored_dtype(sharded) is dtype
+
+
+def test_the_type_of_pickled_weights_is_what_the_configuration_says(whole: Path) -> None:
+    """Under its new name and its old one; where it says nothing, nobody knows."""
+    as_pickles(whole)
+    assert stored_dtype(whole) is torch.float32
+    config = json.loads((whole / "config.json").read_text())
+    del config["dtype"]
+    (whole / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    assert stored_dtype(whole) is torch.bfloat16
+    (whole / "config.json").write_text(json.dumps(config))
+    assert stored_dtype(whole) is None
+
+
+def test_the_type_of_files_that_are_not_whole_is_nobodys_business(whole: Path) -> None:
+    """Who reads them says what is wrong."""
+    file = whole / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+    assert stored_dtype(whole) is None
+    file.unlink()
+    assert stored_dtype(whole) is None
+    save_file({"a": torch.zeros(4, dtype=torch.int8)}, file)
+    assert stored_dtype(whole) is None, "codes of a quantization are no type to compute in"

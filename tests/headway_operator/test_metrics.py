@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client import Histogram as PromHistogram
 
-from headway_engine.messages import Gauges, StepReport
+from headway_engine.messages import Fallback, Gauges, Ready, StepReport
 from headway_engine.protocol import (
     BatchingMode,
     Capacity,
@@ -23,7 +24,7 @@ from headway_engine.protocol import (
 from headway_engine.sequence import Finished, FinishReason, Request, SamplingParams, Started, TokenOut
 from headway_engine.stepcost import StepStatistics
 from headway_engine.telemetry import Telemetry
-from headway_operator.metrics import Histogram, MetricsError, Sample, observe, parse
+from headway_operator.metrics import Computing, Histogram, MetricsError, Sample, observe, parse
 from support.observations import COST, a_histogram, statistics_of
 
 CAPACITY = Capacity(
@@ -74,6 +75,20 @@ def test_everything_that_the_engine_exports_is_read_back() -> None:
     assert sample.counters[Metric.OUTPUT_TOKENS] == 3
     assert sample.outcomes[Outcome.FINISHED] == 1
     assert sample.gauges[Metric.RUNNING] == 3
+
+
+def test_what_computes_the_model_is_read_back_with_what_was_left_for_it() -> None:
+    telemetry = an_engine()
+    assert read(telemetry).computing is None
+    left = (Fallback("fused on amx", "wrong logits", "by 0.3"), Fallback("fused on avx2", "unavailable"))
+    telemetry.ready = Ready(
+        capacity=CAPACITY, limits=Limits(), model="", device="", dtype="", runner="transformers",
+        kernels="torch", fallbacks=left,
+    )  # fmt: skip
+    expected = (("fused on amx", "wrong logits"), ("fused on avx2", "unavailable"))
+    assert read(telemetry).computing == Computing("transformers on torch", expected)
+    telemetry.ready = msgspec.structs.replace(telemetry.ready, fallbacks=())
+    assert read(telemetry).computing == Computing("transformers on torch")
 
 
 def test_a_signal_that_is_not_exported_is_absent_and_not_zero() -> None:

@@ -35,6 +35,31 @@ def test_bad_turns_are_warnings_and_the_way_back_is_normal() -> None:
     assert told(good, good) == told(bad, bad) == []
 
 
+def on_fallback(ready: bool = True) -> dict[str, Any]:
+    reason = "ReadyOnFallback" if ready else "NoReplicaReady"
+    return {"conditions": [{"type": "Ready", "status": str(ready), "reason": reason, "message": "m"}]}
+
+
+def test_serving_on_a_fallback_is_a_warning_once() -> None:
+    """Whatever was before: though the resource is ready, somebody should look."""
+    warning = [("Warning", "ReadyOnFallback", "Ready: m")]
+    assert told(None, on_fallback()) == warning
+    assert told(on_fallback(ready=False), on_fallback()) == warning
+    assert told(status(Ready="True"), on_fallback()) == warning
+    assert told(on_fallback(), on_fallback()) == []
+    assert told(on_fallback(), status(Ready="True")) == []
+    assert told(on_fallback(), status(Ready="False")) == [("Warning", "RFalse", "Ready: m False")]
+
+
+def test_a_fallback_is_told_right_after_the_resource_became_ready() -> None:
+    """The quota of the condition itself is not its own."""
+    quota = Quota()
+    (news,) = transitions(None, on_fallback())
+    assert quota.allows("Ready", 0.0)
+    assert quota.allows(news.topic, 1.0)
+    assert not quota.allows(news.topic, 2.0)
+
+
 def test_not_knowing_is_no_news() -> None:
     """Unknown is neither bad nor good."""
     assert told(status(SLOMet="True"), status(SLOMet="Unknown")) == []

@@ -11,6 +11,7 @@ import pytest
 from headway_engine.protocol import Limits
 from headway_operator import reconcile
 from headway_operator.cluster import ClusterError, Conflict, Gone, TryAgain
+from headway_operator.metrics import Computing
 from headway_operator.queue import Cause, WorkQueue
 from headway_operator.tuner.controller import Change, Decision, State, Verdict
 from headway_operator.tuner.memory import Memory
@@ -82,6 +83,24 @@ async def test_pods_that_become_ready_make_the_resource_ready(world: World) -> N
     await world.change()
     assert world.condition("Ready")["status"] == "True"
     assert world.fleet[world.pods[0]].limits.max_batch_tokens == 2048
+
+
+async def test_an_engine_on_a_fallback_is_told_once_and_the_resource_is_ready(world: World) -> None:
+    """In the condition's reason and in one event, however many ticks follow and whatever scrapes are lost."""
+    await world.change()
+    world.cluster.run_deployments()
+    engine = world.fleet[world.pods[0]]
+    engine.computing = Computing("transformers on torch", (("fused on amx", "wrong logits"),))
+    await world.change()
+    ready = world.condition("Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "ReadyOnFallback")
+    for lost in (False, True, False):
+        engine.lost = lost
+        await world.tick()
+    assert world.condition("Ready")["reason"] == "ReadyOnFallback"
+    (event,) = [event for event in world.cluster.events if event["reason"] == "ReadyOnFallback"]
+    assert event["type"] == "Warning"
+    assert "fused on amx (wrong logits) did not pass the check at start" in event["note"]
 
 
 async def test_a_settled_cluster_is_left_alone(world: World) -> None:

@@ -12,7 +12,7 @@ import yaml
 from headway_engine.protocol import Limits, Metric
 from headway_operator.fleet import PodRef, Unreachable
 from headway_operator.freshness import differs
-from headway_operator.metrics import Sample
+from headway_operator.metrics import Computing, Sample
 from headway_operator.resource import Resource, parse
 from headway_operator.status import Facts, Problem, build
 from headway_operator.tuner.controller import Change, Decision, State, Verdict
@@ -168,6 +168,63 @@ def test_a_settled_deployment_that_meets_its_targets() -> None:
     assert status["tuning"]["generation"] == 4
     assert status["tuning"]["stepCost"]["perPrefillTokenNanoseconds"] == 33_000
     assert from_status(status["tuning"]["state"]).cost == COST
+
+
+LEFT = Computing("transformers on amx", (("fused on amx", "wrong logits"), ("fused on avx2", "wrong logits")))
+FALLBACK_WORDS = (
+    "in chat-0 fused on amx (wrong logits), fused on avx2 (wrong logits) did not pass the check at start, "
+    "transformers on amx serves: see runner-fallback in its log"
+)
+
+
+def with_computing(**pods: Computing | None) -> Facts:
+    """Ready pods of these names, scraped (None: silent)."""
+    count = len(pods)
+    samples = {
+        name.replace("_", "-"): Sample(computing=found) if found else Unreachable("no answer")
+        for name, found in pods.items()
+    }
+    return facts(
+        resource=a_resource(replicas=count),
+        deployment=a_deployment(count),
+        pods=tuple(replace(a_pod(), name=name) for name in samples),
+        samples=samples,
+    )
+
+
+def test_a_resource_that_serves_on_a_fallback_says_so_and_is_ready() -> None:
+    """Which ways failed, why, and what serves; nothing else about the resource is otherwise."""
+    status = made(with_computing(chat_0=LEFT))
+    ready = condition(status, "Ready")
+    assert ready is not None
+    assert (ready["status"], ready["reason"]) == ("True", "ReadyOnFallback")
+    assert ready["message"] == f"1 of 1 replicas serve; {FALLBACK_WORDS}"
+    assert {"Reconciling", "Stalled"}.isdisjoint(states(status)), "kstatus: Current"
+    plain = condition(made(with_computing(chat_0=Computing("fused on amx"))), "Ready")
+    assert plain is not None
+    assert plain["reason"] == "Serving"
+
+
+def test_pods_on_the_same_fallback_are_named_together() -> None:
+    """On machines that are alike; a pod of another machine may serve as it should."""
+    status = made(with_computing(chat_0=LEFT, chat_1=Computing("fused on avx2"), chat_2=LEFT))
+    ready = condition(status, "Ready")
+    assert ready is not None
+    assert ready["message"].startswith("3 of 3 replicas serve; in chat-0, chat-2 fused on amx (wrong logits)")
+
+
+def test_a_pod_that_does_not_answer_for_once_does_not_take_the_reason_away() -> None:
+    """It would come and go with every lost scrape, and be told of each time."""
+    before = made(with_computing(chat_0=LEFT))
+    silent = condition(made(with_computing(chat_0=None), before), "Ready")
+    assert silent is not None
+    assert (silent["reason"], silent["message"]) == (
+        "ReadyOnFallback",
+        f"1 of 1 replicas serve; {FALLBACK_WORDS}",
+    )
+    mended = condition(made(with_computing(chat_0=Computing("fused on amx")), before), "Ready")
+    assert mended is not None
+    assert mended["reason"] == "Serving"
 
 
 def test_what_ails_a_pod_is_told_where_nothing_serves() -> None:

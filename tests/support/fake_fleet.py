@@ -24,7 +24,7 @@ from headway_engine.protocol import (
 )
 from headway_engine.stepcost import StepCost, StepStatistics
 from headway_operator.fleet import FleetError, PodRef, Unreachable
-from headway_operator.metrics import Histogram, Sample
+from headway_operator.metrics import Computing, Histogram, Sample
 from support.fake_cluster import FakeCluster
 
 CAPACITY = Capacity(
@@ -47,6 +47,7 @@ class Engine:
     hangs: bool = False  # answers nothing, after the fleet's patience
     refuses: bool = False  # answers scrapes, takes nothing
     puts: int = 0
+    computing: Computing | None = None
 
     def serve(self, requests: int) -> None:
         """Traffic: each request is one step of prefill beside eight decodes."""
@@ -73,6 +74,7 @@ class Engine:
             capacity=CAPACITY,
             objectives=self.objectives,
             statistics=self.statistics,
+            computing=self.computing,
             histograms={
                 Metric.TTFT: histogram(0.2, self.objectives.ttft_ms),
                 Metric.ITL: histogram(0.02, self.objectives.itl_ms),

@@ -7,7 +7,7 @@ the module itself, so every fixed scaling of it is right here too.
 """
 
 import ctypes
-import logging
+import math
 from collections.abc import Iterator
 from ctypes import POINTER, cast
 from typing import Any
@@ -19,14 +19,11 @@ from headway_engine.fused import native
 from headway_engine.fused.packing import Packer, stacked
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
-from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
-from headway_engine.packed_weights import drop_weights, plain_weight, same_storage, weight_of
+from headway_engine.packed_weights import block_types, drop_weights, plain_weight, same_storage, weight_of
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import StepRunner, logit_rows, plain_logits
-
-log = logging.getLogger(__name__)
+from headway_engine.stepping import StepRunner, logit_rows
 
 
 def why_not_fused(model: LoadedModel) -> str | None:
@@ -45,17 +42,15 @@ class FusedRunner(StepRunner):
 
     def __init__(self, model: LoadedModel, capacity: Capacity, library: ctypes.CDLL, threads: int) -> None:
         super().__init__(model, capacity, KernelPicker(library, threads))
-        plain = plain_logits(model, capacity)
         self._library = native.declare(library)
         self._packer = Packer(self._library)
         stored = narrowest(model)
         self._dense = self._packer.dense(stored, short=model.dtype is torch.bfloat16)
-        log.info(fields("runner", runner="fused", weights=stored, computes=model.dtype))
+        self.weights = "+".join(block_types(model.module)) or str(stored).removeprefix("torch.")
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         with torch.inference_mode():
             self._c_model = self._take_over(model, capacity, threads)
-        self._compare(plain)
         self._cache.warm()
 
     @property
@@ -191,4 +186,5 @@ def _plain_matrices(module: Any) -> Iterator[torch.Tensor]:
 
 def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
     narrow = matrix.detach().to(dtype)
-    return bool(torch.equal(narrow.to(matrix.dtype), matrix) and torch.isfinite(narrow).all())
+    same = torch.equal(narrow.to(matrix.dtype), matrix)
+    return same and all(math.isfinite(end) for end in torch.aminmax(narrow))

@@ -5,12 +5,12 @@ Knows nothing of layers; what is packed lives as long as the `Packer`.
 
 import ctypes
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headway_engine.fused.native import CMatrix, Element
+from headway_engine.grouped_codes import GroupedCodes
 
 _HELD_IN = {
     Element.SINGLE: torch.float32,
@@ -21,55 +21,8 @@ _HELD_IN = {
 _PLAIN = {torch.float32: Element.SINGLE, torch.bfloat16: Element.BRAIN, torch.float16: Element.HALF}
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedCodes:
-    """A quantized matrix [rows, columns]: weight = code * scale + offset, by groups along the columns.
-
-    Without offsets, offset = -8 * scale (4 bits) or -128 * scale (8 bits).
-    """
-
-    bits: int  # 4 or 8
-    codes: torch.Tensor  # [rows, columns] uint8
-    scales: torch.Tensor  # [rows, columns / group] float16
-    offsets: torch.Tensor | None  # likewise
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.codes.shape
-        return rows, columns
-
-    @property
-    def group(self) -> int:
-        """Weights that share a scale."""
-        return self.codes.shape[1] // self.scales.shape[1]
-
-    @property
-    def element(self) -> Element:
-        if self.bits == 4:
-            return Element.FOUR if self.offsets is None else Element.FOUR_OFFSET
-        return Element.EIGHT if self.offsets is None else Element.EIGHT_OFFSET
-
-    def widened(self, bits: int, offsets: bool, group: int) -> "GroupedCodes":
-        """The same weights in `bits`, at least as many, with offsets or not, in groups at most as large."""
-        codes, scales, own = self.codes, self.scales, self.offsets
-        if own is None and offsets:
-            own = scales * -(1 << self.bits - 1)  # a power of two: exact
-        elif own is None:
-            codes = codes + ((1 << bits - 1) - (1 << self.bits - 1))
-        times = self.group // group
-        scales = scales.repeat_interleave(times, dim=1)
-        return GroupedCodes(bits, codes, scales, None if own is None else own.repeat_interleave(times, dim=1))
-
-    def weights(self) -> torch.Tensor:
-        """[rows, columns] float32."""
-        rows, columns = self.shape
-        scales = self.scales.float()
-        offsets = scales * -(1 << self.bits - 1) if self.offsets is None else self.offsets.float()
-        wide = self.codes.to(torch.float32).view(rows, -1, self.group)
-        return wide.mul_(scales[..., None]).add_(offsets[..., None]).view(rows, columns)
-
-
 Weight = torch.Tensor | GroupedCodes
+"""A matrix [rows, columns], plain or quantized."""
 
 
 def alike(weights: Seq[Weight]) -> list[Weight]:
@@ -150,7 +103,7 @@ class Packer:
 
     def _pack(self, weights: Seq[Weight], dense: Element) -> CMatrix:
         n, k = weights[0].shape
-        element = weights[0].element if isinstance(weights[0], GroupedCodes) else dense
+        element = _element_of(weights[0]) if isinstance(weights[0], GroupedCodes) else dense
         group = weights[0].group if isinstance(weights[0], GroupedCodes) else 0
         width = self._columns // len(weights)
         packed = self._arena.take(self.library.hw_packed_bytes(element, n, k, group, width))
@@ -171,6 +124,12 @@ class Packer:
         """The address of a tensor that lives from now on as long as this does."""
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _element_of(codes: GroupedCodes) -> Element:
+    if codes.bits == 4:
+        return Element.FOUR if codes.offsets is None else Element.FOUR_OFFSET
+    return Element.EIGHT if codes.offsets is None else Element.EIGHT_OFFSET
 
 
 def _sources(weight: Weight, element: Element) -> tuple[torch.Tensor | None, ...]:

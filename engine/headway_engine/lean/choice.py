@@ -8,16 +8,16 @@ The table is pure; `pick` imports and tries. One log line says which it is and w
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headway_engine.attention import LayerShape
 from headway_engine.config import ATTENTIONS
 from headway_engine.lean.installed import FlashAttention2, FlashAttention3, TorchVarlen
 from headway_engine.lean.kernels import Decodes, GatherKernel, PagedKernel, Prefills
+from headway_engine.listening import LayerShape
 from headway_engine.logs import fields
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,22 @@ def pick(
     importer: Importer = importlib.import_module,
     candidates: tuple[Candidate, ...] = CANDIDATES,
 ) -> PagedKernel | None:
-    """The kernel to use; None for torch's own attention. Raises ValueError when the asked-for one cannot."""
+    """The best of `kernels`."""
+    return next(kernels(needs, device, asked=asked, importer=importer, candidates=candidates))
+
+
+def kernels(
+    needs: Needs,
+    device: torch.device,
+    *,
+    asked: str = "auto",
+    importer: Importer = importlib.import_module,
+    candidates: tuple[Candidate, ...] = CANDIDATES,
+) -> Iterator[PagedKernel | None]:
+    """Those that can be used, best first, each tried when it is asked for; None, for torch's own attention,
+    is the last. Raises ValueError when the asked-for one cannot."""
     against: list[str] = []
+    found = False
     for candidate in candidates:
         if asked not in ("auto", candidate.name):
             continue
@@ -156,12 +170,21 @@ def pick(
             kernel, reason = _tried(candidate, needs, device, importer)
             if kernel is not None:
                 log.info(fields("attention", kernel=candidate.name, passed_over="; ".join(against) or None))
-                return kernel
+                found = True
+                yield kernel
+                continue
         against.append(f"{candidate.name}: {reason}")
-    if asked not in ("auto", "torch"):
+    if asked in ("auto", "torch"):
+        log.info(fields("attention", kernel="torch", passed_over="; ".join(against) or None))
+        yield None
+    elif not found:
         raise ValueError(against[0] if against else f"{asked}: unknown; one of {', '.join(ATTENTIONS)}")
-    log.info(fields("attention", kernel="torch", passed_over="; ".join(against) or None))
-    return None
+
+
+def takes(kernel: PagedKernel, needs: Needs) -> bool:
+    """Whether a kernel is made for these needs, by its entry in the table; one that has none is."""
+    name = kernel.name.replace(" ", "-")
+    return all(candidate.why_not(needs) is None for candidate in CANDIDATES if candidate.name == name)
 
 
 def _tried(

@@ -19,7 +19,7 @@ from headway_engine.lean.picker import DevicePicker
 from headway_engine.model import LoadedModel
 from headway_engine.protocol import Capacity
 from headway_engine.sequence import Chunk
-from headway_engine.stepping import StepRunner, logit_rows, plain_logits
+from headway_engine.stepping import StepRunner, logit_rows
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,13 @@ class LeanRunner(StepRunner):
         # One block more, which nobody owns: padding rows of graphs write to it.
         roomy = msgspec.structs.replace(capacity, kv_blocks=capacity.kv_blocks + 1)
         super().__init__(model, roomy, DevicePicker())
-        plain = plain_logits(model, capacity)
         self._kernel = kernel
         self._graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             self._llama = LeanLlama(model.module, model.config, capacity.max_model_tokens)
-        self._compare(plain)
         if recorder is not None:
             with torch.inference_mode():
                 self._graphs = self._record(capacity, recorder, sizes)
-            # Padding rows and replays must be right too, and the check's prompt ends with a decode.
-            self._compare(plain)
         self._cache.warm()
         self.name = f"lean, {kernel.name if kernel else 'torch'} attention, {self.graphs} decode graphs"
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway_engine.fused.packing import GroupedCodes
+from headway_engine.grouped_codes import GroupedCodes
 
 Array = np.ndarray[Any, Any]
 
