@@ -42,7 +42,8 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = N
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if native else torch.float16
-    faster = stored is torch.bfloat16 and not slow_here(torch.bfloat16, device)
+    best = _instruction_set()
+    faster = stored is torch.bfloat16 and best is not None and best.multiplies_bf16
     return torch.bfloat16 if faster else torch.float32
 
 
@@ -51,11 +52,17 @@ def slow_here(dtype: torch.dtype, device: torch.device) -> bool:
     cannot."""
     if device.type != "cpu" or dtype is torch.float32:
         return False
+    best = _instruction_set()
+    return dtype is not torch.bfloat16 or best is None or not best.has_bf16
+
+
+def _instruction_set() -> isa.InstructionSet | None:
+    """The best that the CPU may use. Raises ModelError."""
     try:
         sets = isa.available()
     except ValueError as error:
         raise ModelError(str(error)) from error
-    return dtype is not torch.bfloat16 or not (sets and isa.INSTRUCTION_SETS[sets[0]].multiplies_bf16)
+    return isa.INSTRUCTION_SETS[sets[0]] if sets else None
 
 
 def _why_not_cuda(device: torch.device) -> str | None:

@@ -28,16 +28,18 @@ _BF16_CPU = _VNNI_CPU | {"avx512_bf16"}
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """One way to compile the kernels. `multiplies_bf16`: products of bfloat16 are faster than of float32.
+    """One way to compile the kernels. `has_bf16`: it has instructions for products of bfloat16;
+    `multiplies_bf16`: they are faster than those of float32.
 
-    With AVX-512's vdpbf16ps they are not, on the CPUs that were measured: it does two products in the time of
-    two, and rows must be rounded first.
+    With AVX-512's vdpbf16ps they were slower on the one CPU where that was measured (Sapphire Rapids). AMD's
+    Zen 4 may gain by it: there, ask for bfloat16 by name and compare.
     """
 
     name: str
     compiler_flags: tuple[str, ...]
     cpu_flags: frozenset[str]
     machines: tuple[str, ...]  # of uname; empty: any
+    has_bf16: bool = False
     multiplies_bf16: bool = False
 
 
@@ -49,9 +51,10 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
             (*_BF16, "-mamx-tile", "-mamx-bf16"),
             _BF16_CPU | {"amx_tile", "amx_bf16"},
             _X86,
+            has_bf16=True,
             multiplies_bf16=True,
         ),
-        InstructionSet("avx512_bf16", _BF16, _BF16_CPU, _X86),
+        InstructionSet("avx512_bf16", _BF16, _BF16_CPU, _X86, has_bf16=True),
         InstructionSet("avx512_vnni", _VNNI, _VNNI_CPU, _X86),
         InstructionSet("avx512", _AVX512, _AVX512_CPU, _X86),
         InstructionSet("avx2", _AVX2, _AVX2_CPU, _X86),
