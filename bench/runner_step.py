@@ -20,7 +20,7 @@ from workload import MODEL
 
 from headway_engine.cgroup import usable_cores
 from headway_engine.fused import build, isa
-from headway_engine.fused.llama import FusedRunner, narrowest
+from headway_engine.fused.llama import FusedRunner, stored_type
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.protocol import Capacity
 from headway_engine.runner import Runner, TransformersRunner
@@ -115,7 +115,7 @@ def main() -> None:
         load(source, dtype=a.dtype, device="cpu", max_model_len=640, progress=lambda _: None)
         for _ in range(3)
     ]
-    config, stored = loaded[0].config, narrowest(loaded[0])
+    config, stored = loaded[0].config, stored_type(loaded[0])
     weight_bytes = loaded[0].weight_bytes * stored.itemsize // loaded[0].dtype.itemsize
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * loaded[0].dtype.itemsize

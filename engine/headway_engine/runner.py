@@ -21,6 +21,7 @@ from headway_engine.cgroup import usable_cores
 from headway_engine.config import EngineConfig
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
+from headway_engine.fused.modules import take_over
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.lean import choice
 from headway_engine.lean.batches import batch_of
@@ -60,7 +61,8 @@ class TransformersRunner(StepRunner):
         threads: int = 1,
         kernel: PagedKernel | None = None,
     ) -> None:
-        """Attention is that of a `library` for the CPU or a `kernel` for an accelerator, or else torch's."""
+        """Attention and linear layers are those of a `library` for the CPU, which takes the weights over;
+        attention that of a `kernel` for an accelerator; or else torch's."""
         register()
         picker: Picker | None = KernelPicker(library, threads) if library else None
         if model.device.type != "cpu":
@@ -73,6 +75,8 @@ class TransformersRunner(StepRunner):
         self._base = base_of(module, model.device)
         module.set_attn_implementation(PAGED)
         self._module = module
+        if library is not None and (stored := take_over(module, library, threads)) is not None:
+            self.weights = str(stored).removeprefix("torch.")
         self._cache.warm()
 
     @property
@@ -173,7 +177,7 @@ def _cpu_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> It
     if "transformers" in wanted and not model.in_blocks:
         for name in (*sets, TORCH):
             if name not in missing:
-                yield Path("transformers", name, partial(transformers, name), empties=False)
+                yield Path("transformers", name, partial(transformers, name), empties=name != TORCH)
 
 
 def _instruction_sets() -> tuple[str, ...]:

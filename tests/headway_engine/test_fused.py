@@ -71,7 +71,7 @@ def test_weights_in_their_files_type_change_no_bit(
     """Many rows, where wide panels are kept for the next tile, and one row, where they are not."""
     library = kernels.loaded(chosen)
     narrow = FusedRunner(rounded(architecture, dtype), SMALL, library, threads=2)
-    monkeypatch.setattr(llama, "narrowest", lambda model: model.dtype)
+    monkeypatch.setattr(llama, "stored_type", lambda model: model.dtype)
     wide = FusedRunner(rounded(architecture, dtype), SMALL, library, threads=2)
     for length in (1, 8, 31, 70):
         said = []
@@ -101,8 +101,8 @@ def test_a_wide_model_and_a_long_step_say_what_generate_says(monkeypatch: pytest
     library = build.kernels()
     assert library is not None
     said = []
-    for narrowest in (llama.narrowest, lambda model: model.dtype):
-        monkeypatch.setattr(llama, "narrowest", narrowest)
+    for narrowest in (llama.stored_type, lambda model: model.dtype):
+        monkeypatch.setattr(llama, "stored_type", narrowest)
         runner = FusedRunner(fresh(), capacity, library, threads=2)
         s = tiny_models.sequence("a", prompt, range(20), logprobs=20)
         said.append(tiny_models.advance(runner, (s, len(prompt)))["a"])
@@ -114,14 +114,14 @@ def test_a_wide_model_and_a_long_step_say_what_generate_says(monkeypatch: pytest
 
 def test_weights_are_narrowed_only_when_nothing_is_lost() -> None:
     """Both half types when they hold every matrix, bfloat16 first; one odd or infinite weight forbids it."""
-    assert llama.narrowest(rounded("llama", torch.bfloat16)) is torch.bfloat16
-    assert llama.narrowest(rounded("llama", torch.float16)) is torch.float16
-    assert llama.narrowest(tiny_models.fresh("llama")) is torch.float32
-    assert llama.narrowest(tiny_models.fresh("llama", dtype="bfloat16")) is torch.bfloat16
+    assert llama.stored_type(rounded("llama", torch.bfloat16)) is torch.bfloat16
+    assert llama.stored_type(rounded("llama", torch.float16)) is torch.float16
+    assert llama.stored_type(tiny_models.fresh("llama")) is torch.float32
+    assert llama.stored_type(tiny_models.fresh("llama", dtype="bfloat16")) is torch.bfloat16
     for odd in (1.0001, float("inf"), float("nan")):
         model = rounded("llama", torch.float16)
         dict(model.module.named_parameters())["model.layers.1.self_attn.o_proj.weight"].data[3, 5] = odd
-        assert llama.narrowest(model) is torch.float32
+        assert llama.stored_type(model) is torch.float32
 
 
 @needs_compiler

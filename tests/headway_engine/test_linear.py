@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from headway_engine.fused import modules, native
 from headway_engine.fused.native import Element
@@ -181,24 +182,27 @@ class Tied(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(50, 24)
         self.middle = nn.Linear(24, 24)
+        self.turned = Conv1D(24, 24)
         self.head = nn.Linear(24, 50, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.middle(self.embed(ids)).tanh())
+        return self.head(self.turned(self.middle(self.embed(ids)).tanh()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chosen", kernels.SETS)
 def test_a_module_computes_the_same_with_its_layers_taken_over(chosen: str, dtype: torch.dtype) -> None:
-    """A tied embedding reads the head's panels; weights are in memory once."""
+    """GPT-2's Conv1D too. A tied embedding reads the head's panels; weights are in memory once."""
     torch.manual_seed(5)
     model = Tied().to(dtype).requires_grad_(False)
     ids = torch.tensor([[0, 49, 7], [3, 3, 11]])
     exact = Tied().double()
     exact.load_state_dict(model.state_dict())
     wanted = exact(ids)
-    assert modules.take_over(model, kernels.loaded(chosen), dtype, threads=2) == 2
+    assert modules.take_over(model, kernels.loaded(chosen), threads=2) is (
+        torch.float32 if dtype is torch.float32 else torch.bfloat16
+    )
     assert not list(model.parameters()), "plain weights are gone"
     found = model(ids)
     assert found.dtype is dtype
@@ -221,4 +225,4 @@ def test_layers_whose_weights_are_shared_otherwise_stay() -> None:
 
     model = nn.Sequential(first, second, Other(8, 8), nn.Linear(8, 8).half()).requires_grad_(False)
     chosen = next(name for name in kernels.SETS if name in kernels.RUNNABLE)
-    assert modules.take_over(model, kernels.loaded(chosen), torch.float32, threads=1) == 0
+    assert modules.take_over(model, kernels.loaded(chosen), threads=1) is None

@@ -15,18 +15,18 @@ struct Rows {  // a plain matrix to write to
 
 // Few: query[head][q][d], and the same in bfloat16. Many, of one head: query[d][q] times `factor`, with the lanes that are
 // left over 0.
-template <class T>
+template <class T, class Q>
 static void take_queries(const Item& item, const Chunk& chunk, const Cache& c, int group, float factor,
-                         const float* query, int64_t query_stride, bool few, Scratch& s) {
+                         const Q* query, int64_t query_stride, bool few, Scratch& s) {
   const int queries = item.rows * group, width = c.key_width;
   const int64_t along = few ? 1 : lanes_of(queries), across = few ? width : 1;
   if (!few) std::fill_n(s.query.begin(), along * width, 0.0f);
   for (int h = 0; h < item.heads; h++)
     for (int r = 0; r < item.rows; r++) {
-      const float* from = query + (chunk.first + item.row + r) * query_stride + (int64_t)(item.head + h) * group * width;
+      const Q* from = query + (chunk.first + item.row + r) * query_stride + (int64_t)(item.head + h) * group * width;
       for (int g = 0; g < group; g++)
         for (int d = 0; d < width; d++)
-          s.query[(h * queries + r * group + g) * across + d * along] = from[g * width + d] * factor;
+          s.query[(h * queries + r * group + g) * across + d * along] = widen(from[g * width + d]) * factor;
     }
   if (few && sizeof(T) < sizeof(float)) put_row(s.query.data(), item.heads * queries * width, s.pairs.data());
 }
@@ -41,9 +41,10 @@ static void give_results(const Item& item, const Chunk& chunk, const Cache& c, i
       out.put(chunk.first + item.row + r, (item.head + h) * width, from, width);
 }
 
-template <class T, class To>
+// Q: of queries, rows of `query_stride`. T: of keys and values.
+template <class T, class Q, class To>
 static void attend(const Item& item, const Chunk& chunk, const int32_t* table, const Cache& c, int group, float scale,
-                   const float* query, int64_t query_stride, const T* keys, const T* values, const To& out,
+                   const Q* query, int64_t query_stride, const T* keys, const T* values, const To& out,
                    Scratch& s) {
   const int queries = item.rows * group, first = chunk.start + item.row, context = first + item.rows;
   const bool few = queries < FEW_QUERIES;

@@ -207,22 +207,28 @@ static void weigh_tiles(const Cache& c, int lanes, int padded, bool fresh, Scrat
     }
 }
 
+// 32 numbers as bfloat16.
+static inline __m512i narrow_32(const bf16* from) { return _mm512_loadu_si512(from); }
+static inline __m512i narrow_32(const float* from) {
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+}
+
 // The item's queries to pairs[d / 2][q][2]; lanes that are left over are 0.
-static void take_pairs(const Item& item, const float* query, int64_t stride, int group, int width, int lanes,
-                       Scratch& s) {
-  typedef uint32_t u32 __attribute__((may_alias));
+template <class Q>
+static void take_pairs(const Item& item, const Q* query, int64_t stride, int group, int width, int lanes, Scratch& s) {
   const int queries = item.rows * group;
-  u32* pairs = (u32*)s.pairs.data();
-  for (int q = 0; q < queries; q++) {
-    const float* from = query + q / group * stride + ((int64_t)item.head * group + q % group) * width;
-    for (int d = 0; d < width; d += W) {
-      alignas(LINE) bf16 narrow[W];
-      store(narrow, load(from + d));
-      for (int i = 0; i < W / 2; i++) pairs[(int64_t)(d / 2 + i) * lanes + q] = ((const u32*)narrow)[i];
+  for (int first = 0; first < lanes; first += 16)
+    for (int d = 0; d < width; d += 32) {
+      __m512i block[16];
+      for (int i = 0; i < 16; i++) {
+        const int q = first + i;
+        block[i] = q < queries ? narrow_32(query + q / group * stride +
+                                           ((int64_t)item.head * group + q % group) * width + d)
+                               : _mm512_setzero_si512();
+      }
+      turn(block);
+      for (int i = 0; i < 16; i++) _mm512_storeu_si512(&s.pairs[((int64_t)(d / 2 + i) * lanes + first) * 2], block[i]);
     }
-  }
-  for (int d = 0; d < width / 2; d++)
-    std::fill(pairs + (int64_t)d * lanes + queries, pairs + (int64_t)(d + 1) * lanes, 0u);
 }
 
 // out[v][q] / sum[q] to scores[q][v].
@@ -240,7 +246,8 @@ static void divide_and_turn(int lanes, int width, Scratch& s) {
 }
 
 // One item's results [queries][value_width], in s.scores. `query`: of the item's first row, all heads.
-static void attend_by_tiles(const Context<bf16>& x, const Item& item, const float* query, int64_t stride, int group,
+template <class Q>
+static void attend_by_tiles(const Context<bf16>& x, const Item& item, const Q* query, int64_t stride, int group,
                             float scale, int context, int seen, Scratch& s) {
   const int lanes = lanes_of(item.rows * group);
   const float factor = scale * 1.44269504088896341f;  // log2(e)

@@ -78,7 +78,7 @@ template <class A>
 struct Places {
   float* x;         // [tokens, hidden]
   Tiles<A> normed;  // [tokens, hidden]
-  float* qkv;       // [tokens, q_width + 2 * kv_width]
+  A* qkv;           // [tokens, q_width + 2 * kv_width]
   Tiles<A> attended, inner;
   int64_t bytes;
 
@@ -89,13 +89,12 @@ struct Places {
       bytes += (n + LINE - 1) / LINE * LINE;
       return at;
     };
-    auto floats = [&](int64_t columns) { return (float*)take(tokens * columns * (int64_t)sizeof(float)); };
     auto tiles = [&](int columns) {
       return Tiles<A>{(A*)take(Tiles<A>::elements(tokens, columns) * (int64_t)sizeof(A)), columns, 1}.of(tokens);
     };
-    x = floats(m.hidden);
+    x = (float*)take(tokens * m.hidden * (int64_t)sizeof(float));
     normed = tiles(m.hidden);
-    qkv = floats(q_width + 2 * kv_width);
+    qkv = (A*)take(tokens * (q_width + 2 * kv_width) * (int64_t)sizeof(A));
     attended = tiles(q_width);
     inner = tiles(m.inner);
   }
@@ -147,7 +146,7 @@ class Forward {
         cache_{m.kv_heads, m.block_tokens, m.width, m.width}, places_(m, s.tokens, s.workspace), read_(s),
         items_(items_of(s.chunk, s.chunks, m.kv_heads, group_, m.threads)),
         last_items_(items_of(read_.chunks.data(), (int)read_.chunks.size(), m.kv_heads, group_, m.threads)),
-        team_(m.threads), shares_(4 * m.layers + 1, m.threads) {
+        team_(m.threads), wide_rows_(sizeof(A) < sizeof(float) ? (size_t)all_width_ * m.threads : 0), shares_(4 * m.layers + 1, m.threads) {
     make_room(team_, items_, s.chunk, group_, cache_);
     make_room(team_, last_items_, read_.chunks.data(), group_, cache_);
     for (int l = 0; l < m.layers; l++)
@@ -200,6 +199,11 @@ class Forward {
   static Out<A> rows_of(float* to, int width, const float* bias, Mode mode) {
     return {to, width, bias, width, mode, Tiles<A>{nullptr, 1, 1}};
   }
+#if HEADWAY_BF16
+  static Out<A> rows_of(bf16* to, int width, const float* bias, Mode mode) {
+    return {nullptr, width, bias, width, mode, Tiles<A>{nullptr, 1, 1}, to};
+  }
+#endif
 
   void embed() {
 #pragma omp for
@@ -216,7 +220,8 @@ class Forward {
     const int half = m_.width / 2;
 #pragma omp for
     for (int64_t t = 0; t < s_.tokens; t++) {
-      float* row = places_.qkv + t * all_width_;
+      A* const stored = places_.qkv + t * all_width_;
+      float* const row = wide_row(stored);
       const int64_t position = s_.positions[t];
       for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
         float* head = row + h * m_.width;
@@ -226,8 +231,21 @@ class Forward {
       }
       write_token<C>(row + q_width_, row + q_width_ + kv_width_, (C*)layer.keys, (C*)layer.values, s_.slots[t],
                      cache_);
+      if constexpr (sizeof(A) < sizeof(float)) put_row(row, q_width_, stored);
     }
   }
+
+  // The row of queries, keys and values in float32: itself, or a copy of the thread's own.
+  float* wide_row(float* stored) { return stored; }
+#if HEADWAY_BF16
+  float* wide_row(bf16* stored) {
+    float* row = wide_rows_.data() + (size_t)all_width_ * omp_get_thread_num();
+    int i = 0;
+    for (; i + W <= all_width_; i += W) store(row + i, load(stored + i));
+    for (; i < all_width_; i++) row[i] = widen(stored[i]);
+    return row;
+  }
+#endif
 
   template <class To>
   void attend_items(const Layer& layer, const std::vector<Item>& items, const Chunk* chunks, const To& to) {
@@ -271,7 +289,8 @@ class Forward {
   const Places<A> places_;
   const Read read_;
   const std::vector<Item> items_, last_items_;
-  std::vector<Scratch> team_;  // a thread's each
+  std::vector<Scratch> team_;     // a thread's each
+  std::vector<float> wide_rows_;  // likewise
   Shares shares_;
   Workbench bench_;
 };

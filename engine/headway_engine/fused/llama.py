@@ -7,7 +7,6 @@ the module itself, so every fixed scaling of it is right here too.
 """
 
 import ctypes
-import math
 from collections.abc import Iterator
 from ctypes import POINTER, cast
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from headway_engine.fused import native
-from headway_engine.fused.packing import Packer, stacked
+from headway_engine.fused.packing import Packer, large_pages, narrowest, stacked
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.model import LoadedModel
@@ -44,7 +43,7 @@ class FusedRunner(StepRunner):
         super().__init__(model, capacity, KernelPicker(library, threads))
         self._library = native.declare(library)
         self._packer = Packer(self._library)
-        stored = narrowest(model)
+        stored = stored_type(model)
         self._dense = self._packer.dense(stored, short=model.dtype is torch.bfloat16)
         self.weights = "+".join(block_types(model.module)) or str(stored).removeprefix("torch.")
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -75,7 +74,7 @@ class FusedRunner(StepRunner):
             raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
         need = self._library.hw_workspace(self._c_model, spans.tokens)
         if self._workspace.numel() < need:
-            self._workspace = torch.empty(need, dtype=torch.uint8)
+            self._workspace = large_pages(need)
         if self._logits.numel() < len(sampled) * vocabulary:
             self._logits = torch.empty(len(sampled) * vocabulary)
         # The same memory for every step: new memory would have to be zeroed by the system first.
@@ -162,15 +161,10 @@ class FusedRunner(StepRunner):
         return c_layer
 
 
-def narrowest(model: LoadedModel) -> torch.dtype:
-    """The type that holds every plain matrix of a Llama-shaped model exactly: its own, or a narrower one."""
-    if model.dtype is not torch.float32:
-        return model.dtype
-    module: Any = model.module
-    for dtype in (torch.bfloat16, torch.float16):  # bfloat16 is the quicker to widen
-        if all(_holds(dtype, matrix) for matrix in _plain_matrices(module)):
-            return dtype
-    return torch.float32
+def stored_type(model: LoadedModel) -> torch.dtype:
+    """The type that plain matrices of a Llama-shaped model are kept in: its own, or a narrower one."""
+    matrices = list(_plain_matrices(model.module))
+    return narrowest(matrices) if matrices else model.dtype
 
 
 def _plain_matrices(module: Any) -> Iterator[torch.Tensor]:
@@ -182,9 +176,3 @@ def _plain_matrices(module: Any) -> Iterator[torch.Tensor]:
             yield from plain_weight(linear)
     yield from plain_weight(module.lm_head)
     yield from plain_weight(module.model.embed_tokens)
-
-
-def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
-    narrow = matrix.detach().to(dtype)
-    same = torch.equal(narrow.to(matrix.dtype), matrix)
-    return same and all(math.isfinite(end) for end in torch.aminmax(narrow))

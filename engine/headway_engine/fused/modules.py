@@ -1,17 +1,20 @@
 """Linear layers of any transformers model, computed by the kernels on packed weights.
 
-`take_over` replaces modules in place, so that weights are in memory once. Knows nothing of attention and
+`take_over` replaces modules in place, so that weights are in memory once. float32 weights that came from a
+half-precision file are kept in the file's type when that loses not one bit. Knows nothing of attention and
 steps.
 """
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from headway_engine.fused import native
-from headway_engine.fused.packing import Packer
+from headway_engine.fused.packing import Packer, narrowest
 
 _TYPES = (torch.float32, torch.bfloat16)
 
@@ -19,13 +22,21 @@ _TYPES = (torch.float32, torch.bfloat16)
 class KernelLinear(nn.Module):
     """`nn.Linear` with packed weights: [..., in_features] to [..., out_features], float32 or bfloat16."""
 
-    def __init__(self, linear: nn.Linear, packer: Packer, stored: torch.dtype, threads: int) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        packer: Packer,
+        stored: torch.dtype,
+        threads: int,
+    ) -> None:
+        """`weight` [out_features, in_features], packed from the type `stored`, which holds it exactly."""
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._short = linear.weight.dtype is torch.bfloat16
+        self.out_features, self.in_features = weight.shape
+        self._short = weight.dtype is torch.bfloat16
         self._packer = packer  # owns the memory
-        self.matrix = packer.matrix(linear.weight, packer.dense(stored, short=self._short))
-        self._bias = None if linear.bias is None else packer.floats(linear.bias)
+        self.matrix = packer.matrix(weight, packer.dense(stored, short=self._short))
+        self._bias = None if bias is None else packer.floats(bias)
         self._threads = threads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,30 +79,39 @@ class KernelEmbedding(nn.Module):
         return out
 
 
-def take_over(module: Any, library: ctypes.CDLL, stored: torch.dtype, threads: int) -> int:
-    """Replace linear layers, and an embedding that is tied to the head; how many layers that were.
-
-    `stored`: the type that holds all plain weights exactly. Layers whose weights are shared otherwise stay.
+def take_over(module: Any, library: ctypes.CDLL, threads: int) -> torch.dtype | None:
+    """Replace linear layers, and an embedding that is tied to the head; the type that most weights are
+    kept in, or None where there are none. Layers whose weights are shared otherwise stay.
     """
     packer = Packer(native.declare(library))
+    sizes: Counter[torch.dtype] = Counter()
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, part in module.named_modules():
         for parameter in part.parameters(recurse=False):
             holders.setdefault(parameter.data_ptr(), []).append((name, part))
-    replaced = 0
     for name, part in list(module.named_modules()):
-        if type(part) is not nn.Linear or part.weight.dtype not in _TYPES:
+        if (weight := _weight(part)) is None:
             continue
         tied = [other for other in holders[part.weight.data_ptr()] if other[1] is not part]
         if len(tied) > 1 or any(type(other) is not nn.Embedding for _, other in tied):
             continue
-        dtype = part.weight.dtype
-        ours = KernelLinear(part, packer, stored, threads)
+        stored = narrowest([weight])
+        sizes[stored] += weight.numel()
+        ours = KernelLinear(weight, part.bias, packer, stored, threads)
         module.set_submodule(name, ours)
         for other_name, _ in tied:
-            module.set_submodule(other_name, KernelEmbedding(ours, packer, dtype, threads))
-        replaced += 1
-    return replaced
+            module.set_submodule(other_name, KernelEmbedding(ours, packer, weight.dtype, threads))
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _weight(part: Any) -> torch.Tensor | None:
+    """The weight [out_features, in_features] of a plain linear layer in a type of the kernels; else None."""
+    if type(part) is nn.Linear and part.weight.dtype in _TYPES:
+        return part.weight
+    if type(part) is Conv1D and part.weight.dtype in _TYPES:  # GPT-2's linear layer
+        turned: torch.Tensor = part.weight.T
+        return turned
+    return None
 
 
 def _rows(source: int | None, out: torch.Tensor, number: int) -> native.CRows:

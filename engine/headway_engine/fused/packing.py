@@ -4,6 +4,7 @@ Knows nothing of layers; what is packed lives as long as the `Packer`.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -23,6 +24,22 @@ _PLAIN = {torch.float32: Element.SINGLE, torch.bfloat16: Element.BRAIN, torch.fl
 
 Weight = torch.Tensor | GroupedCodes
 """A matrix [rows, columns], plain or quantized."""
+
+
+def narrowest(matrices: Seq[torch.Tensor]) -> torch.dtype:
+    """The type that holds all of these (one at least) exactly: their own, or a narrower one."""
+    for dtype in (torch.bfloat16, torch.float16):  # bfloat16 is the quicker to widen
+        if all(_holds(dtype, matrix) for matrix in matrices):
+            return dtype
+    return matrices[0].dtype
+
+
+def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
+    if matrix.dtype is dtype:
+        return True
+    narrow = matrix.detach().to(dtype)
+    same = torch.equal(narrow.to(matrix.dtype), matrix)
+    return same and all(math.isfinite(end) for end in torch.aminmax(narrow))
 
 
 def alike(weights: Seq[Weight]) -> list[Weight]:
@@ -51,9 +68,14 @@ def stacked(weights: Seq[Weight]) -> Weight:
     )
 
 
+def large_pages(size: int) -> torch.Tensor:
+    """So many bytes, not initialised. numpy asks the system for large pages, where memory is more than some
+    MiB; torch does not. They are read some 20 % faster."""
+    return torch.from_numpy(np.empty(size, dtype=np.uint8))
+
+
 class _Arena:
-    """Memory for panels, in large pieces: the system backs those with large pages, which are read some 20 %
-    faster than small ones. numpy asks for them; torch does not."""
+    """Memory for panels, in pieces that have large pages."""
 
     _PIECE_BYTES = 64 << 20
     _LINE_BYTES = 64  # of a cache line
@@ -65,9 +87,7 @@ class _Arena:
         """So many bytes, uint8, not initialised, from a cache line on."""
         whole = -(-size // self._LINE_BYTES) * self._LINE_BYTES
         if self._left.numel() < whole:
-            piece = torch.from_numpy(
-                np.empty(max(whole, self._PIECE_BYTES) + self._LINE_BYTES, dtype=np.uint8)
-            )
+            piece = large_pages(max(whole, self._PIECE_BYTES) + self._LINE_BYTES)
             self._left = piece[-piece.data_ptr() % self._LINE_BYTES :]
         taken, self._left = self._left[:size], self._left[whole:]
         return taken
