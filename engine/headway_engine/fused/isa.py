@@ -16,6 +16,7 @@ ISA_ENV = "HEADWAY_CPU_ISA"
 NO_KERNELS = "torch"
 
 _X86 = ("x86_64", "amd64", "i686")
+_ARM64 = ("aarch64", "arm64")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _VNNI = (*_AVX512, "-mavx512vnni")
@@ -58,7 +59,8 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
         InstructionSet("avx512_vnni", _VNNI, _VNNI_CPU, _X86),
         InstructionSet("avx512", _AVX512, _AVX512_CPU, _X86),
         InstructionSet("avx2", _AVX2, _AVX2_CPU, _X86),
-        InstructionSet("neon", (), frozenset(), ("aarch64", "arm64")),  # part of every 64-bit Arm
+        InstructionSet("neon_dot", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"}), _ARM64),
+        InstructionSet("neon", (), frozenset(), _ARM64),  # part of every 64-bit Arm, where `baseline` is the same
         InstructionSet("baseline", (), frozenset(), ()),
     )
 }
