@@ -59,8 +59,10 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
         InstructionSet("avx512_vnni", _VNNI, _VNNI_CPU, _X86),
         InstructionSet("avx512", _AVX512, _AVX512_CPU, _X86),
         InstructionSet("avx2", _AVX2, _AVX2_CPU, _X86),
-        InstructionSet("neon_dot", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"}), _ARM64),
-        InstructionSet("neon", (), frozenset(), _ARM64),  # part of every 64-bit Arm, where `baseline` is the same
+        InstructionSet("neon_dot", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp", "atomics"}), _ARM64),
+        InstructionSet(
+            "neon", (), frozenset(), _ARM64
+        ),  # every 64-bit Arm has it; `baseline` is the same there
         InstructionSet("baseline", (), frozenset(), ()),
     )
 }
@@ -99,8 +101,12 @@ def cpu_flags() -> frozenset[str]:
     """The CPU's flags as Linux says them; empty where it does not. A flag is there only where the system
     saves its registers, so that it can really be used."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        return flags_in(Path("/proc/cpuinfo").read_text())
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+
+
+def flags_in(cpuinfo: str) -> frozenset[str]:
+    """The flags of the first CPU; x86 calls them `flags`, Arm `Features`."""
+    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
     return frozenset(line.partition(":")[2].split())

@@ -323,7 +323,7 @@ static void check_attention(const char* name, int kv_heads, int group, int key_w
 
 template <class T>
 static void check_attentions(const char* name) {
-  const std::vector<Part> parts = {{37, 1}, {0, 40}, {0, 1}, {70, 3}, {11, 67}};
+  const std::vector<Part> parts = {{37, 1}, {0, 40}, {0, 1}, {70, 3}, {11, 21}};
   for (int width : {16, 32, 48, 64, 128}) check_attention<T>(name, 2, 3, width, width, 16, parts);
   check_attention<T>(name, 1, 1, 64, 64, 16, {{90, 1}, {3, 1}});
   check_attention<T>(name, 3, 9, 64, 32, 64, parts);
