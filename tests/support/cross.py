@@ -1,8 +1,9 @@
 """Programs for 64-bit Arm on another machine: compilers that make them, and emulators that run them.
 
-Compilers are Debian's `aarch64-linux-gnu-g++`, which brings OpenMP, and Zig's, which comes from PyPI and brings
-none: its programs have one thread and no library (`alone.cpp`). Emulators are qemu-user, and Unicorn from PyPI,
-which emulates a CPU without an operating system: it runs programs whose only system calls are `write` and `exit`.
+Compilers are Debian's `aarch64-linux-gnu-g++`, which brings OpenMP, and Zig's, which comes from PyPI and
+brings none: its programs have one thread and no library (`alone.cpp`). Emulators are qemu-user, and Unicorn
+from PyPI, which emulates a CPU without an operating system: it runs programs whose only system calls are
+`write` and `exit`.
 """
 
 import importlib.util
@@ -110,7 +111,7 @@ def run_here(program: Path) -> Ended:
 
 
 def run_arm64(program: Path) -> Ended:
-    """Run a static program for Arm: by this CPU if it is one, else by qemu-user. Skips the test without either."""
+    """Run a static program for Arm: by this CPU if it is one, else by qemu-user, or skip the test."""
     if os.uname().machine in isa.INSTRUCTION_SETS["neon"].machines:
         return run_here(program)
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
@@ -169,7 +170,7 @@ def run_in_unicorn(program: Path) -> Ended:
 
 
 def _loaded(image: bytes) -> list[tuple[int, int, int, int]]:
-    """Of each loaded part of an ELF program: offset in the file, address, bytes in the file, bytes in memory."""
+    """Of each loaded part of an ELF program: offset in the file, address, bytes there, bytes in memory."""
     (table,) = struct.unpack_from("<Q", image, 32)
     size, count = struct.unpack_from("<HH", image, 54)
     headers = [struct.unpack_from("<IIQQQQQQ", image, table + i * size) for i in range(count)]

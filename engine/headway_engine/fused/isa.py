@@ -60,9 +60,7 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
         InstructionSet("avx512", _AVX512, _AVX512_CPU, _X86),
         InstructionSet("avx2", _AVX2, _AVX2_CPU, _X86),
         InstructionSet("neon_dot", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp", "atomics"}), _ARM64),
-        InstructionSet(
-            "neon", (), frozenset(), _ARM64
-        ),  # every 64-bit Arm has it; `baseline` is the same there
+        InstructionSet("neon", (), frozenset(), _ARM64),  # part of every 64-bit Arm; `baseline` is the same
         InstructionSet("baseline", (), frozenset(), ()),
     )
 }
