@@ -26,7 +26,7 @@ setup: $(READY) ## Create .venv with the pinned packages (the other targets do i
 # The stamp depends on the pins and on the entry points; the editable install follows the sources by itself.
 $(READY): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Headway needs Python 3.11 or newer with the venv module (Debian: apt install python3-venv)"; exit 1; }
-	@echo "==> Setting up $(VENV): about 3 GB to download (torch with its CUDA libraries is 2.6 GB of it), 6 GB on disk"
+	@echo "==> Setting up $(VENV): about 3 GB to download (torch with its CUDA libraries is 2.6 GB of it), 6.5 GB on disk"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed -n '/^uv==/,/[^\\]$$/p' constraints.txt > $(VENV)/uv.txt
 	@test -x $(BIN)/uv || \

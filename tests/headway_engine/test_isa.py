@@ -10,6 +10,7 @@ AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 ICE_LAKE = AVX512 | {"avx512_vnni"}
 ZEN_4 = ICE_LAKE | {"avx512_bf16"}
+NEOVERSE_N1 = frozenset({"fp", "asimd", "atomics", "asimdhp", "asimddp"})
 SAPPHIRE_RAPIDS = ZEN_4 | {"amx_tile", "amx_bf16", "amx_int8"}
 
 
@@ -24,6 +25,8 @@ SAPPHIRE_RAPIDS = ZEN_4 | {"amx_tile", "amx_bf16", "amx_int8"}
         ("x86_64", ZEN_4, ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "baseline")),
         ("x86_64", SAPPHIRE_RAPIDS, ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "baseline")),
         ("aarch64", frozenset({"asimd"}), ("neon", "baseline")),
+        ("aarch64", NEOVERSE_N1, ("neon_dot", "neon", "baseline")),
+        ("arm64", frozenset(), ("neon", "baseline")),
         ("riscv64", frozenset(), ("baseline",)),
     ],
 )
@@ -32,6 +35,15 @@ def test_a_cpu_runs_what_its_flags_say_best_first(
 ) -> None:
     """A set needs all of its flags: a hypervisor may withhold any."""
     assert isa.runnable(machine, flags) == expected
+
+
+def test_flags_are_read_as_linux_writes_them_on_x86_and_on_arm() -> None:
+    """Arm has one entry a CPU without a name, and calls its flags features."""
+    arm = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd atomics asimddp\nCPU part\t: 0xd0c\n"
+    assert isa.flags_in(arm * 2) == {"fp", "asimd", "atomics", "asimddp"}
+    assert isa.runnable("aarch64", isa.flags_in(arm)) == ("neon_dot", "neon", "baseline")
+    assert isa.flags_in("processor\t: 0\nflags\t\t: fpu avx2\nvmx flags\t: vnmi\n") == {"fpu", "avx2"}
+    assert isa.flags_in("") == frozenset()
 
 
 def test_the_environment_names_the_highest_set() -> None:

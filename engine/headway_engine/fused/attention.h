@@ -188,6 +188,9 @@ static void score_few(const float* query, const bf16* pairs, int queries, const 
   else if (width == 6 * W) t = score_vectors<6>(query, pairs, queries, keys, tokens, scores, stride, soon);
   else if (width == 8 * W) t = score_vectors<8>(query, pairs, queries, keys, tokens, scores, stride, soon);
   else if (width == 16 * W) t = score_vectors<16>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  if constexpr (W == 4) {  // heads of 128 values
+    if (width == 32 * W) t = score_vectors<32>(query, pairs, queries, keys, tokens, scores, stride, soon);
+  }
   for (; t < tokens; t++) {
     soon.some();
     for (int q = 0; q < queries; q++)
@@ -227,7 +230,7 @@ static inline void score_lanes(const float* query, int64_t lanes, const float* k
 
 // scores[t][q] for the tokens of one block, many queries.
 static void score_many(const float* query, int lanes, const float* keys, int tokens, int width, float* scores) {
-  constexpr int L = W == 16 ? 3 : 2;  // 4 * L sums, L queries and a key fit the registers
+  constexpr int L = REGISTERS == 32 ? 3 : 2;  // 4 * L sums, L queries and a key fit the registers
   int lane = 0;
   for (; lane + L * W <= lanes; lane += L * W)
     score_lanes<L>(query + lane, lanes, keys, tokens, width, scores + lane);
@@ -321,7 +324,7 @@ static inline void weigh(const Weights& w, int q, const T* values, int tokens, i
 template <class T>
 static void weigh_block(const Weights& w, int queries, const T* values, int tokens, int width, float* out,
                         Soon& soon) {
-  constexpr int Q = W == 16 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
+  constexpr int Q = REGISTERS == 32 ? 4 : 2;  // Q * 4 sums, 4 values and a weight fit the registers
   int column = 0;
   for (; column + 4 * W <= width; column += 4 * W) {
     int q = 0;

@@ -28,7 +28,17 @@ HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 KERNELS_ENV = "HEADWAY_KERNELS"
 """A folder of libraries built beforehand; `off` turns the kernels off."""
 
-_BASE = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
+COMPILER_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+)
+"""Of every instruction set; each adds its own."""
+
 _BUILD_TIMEOUT_S = 300
 _SEAL_BYTES = 32
 
@@ -112,7 +122,7 @@ def library_name(chosen: str) -> str:
     digest = hashlib.sha256()
     for source in (SOURCE, *HEADERS):
         digest.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
-    digest.update(" ".join((*_BASE, *isa.INSTRUCTION_SETS[chosen].compiler_flags)).encode())
+    digest.update(" ".join((*COMPILER_FLAGS, *isa.INSTRUCTION_SETS[chosen].compiler_flags)).encode())
     return f"headway-kernels-{os.uname().machine}-{chosen}-{digest.hexdigest()[:16]}.so"
 
 
@@ -132,7 +142,7 @@ def compile_into(folder: Path, chosen: str) -> Path:
         if _made_at_ns(target) != before:  # by another process, while we waited for it
             return target
         draft = work / target.name
-        command = [*compiler.split(), *_BASE, *flags, str(SOURCE), "-o", str(draft)]
+        command = [*compiler.split(), *COMPILER_FLAGS, *flags, str(SOURCE), "-o", str(draft)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=_BUILD_TIMEOUT_S

@@ -10,12 +10,12 @@
 #include "product.h"
 #include "product_bf16.h"
 
-#if HEADWAY_BF16
+#if HEADWAY_BF16 || (defined(__aarch64__) && !defined(__ARM_FEATURE_DOTPROD))
 constexpr int FEW_ROWS = 4;  // that are multiplied as integers, where the step allows it
 #else
 constexpr int FEW_ROWS = 8;
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int DOT_ROWS = 4;  // rows whose sums are in registers at a time
 #else
 constexpr int DOT_ROWS = 1;
@@ -134,7 +134,14 @@ struct IntegerRows {
 };
 
 // sum[i] += the dot product of four unsigned codes of `a` and four signed ones of `b`, for each dword i. Of 4 bits, or
-// of 8 where the CPU has that as one instruction: halves of a sum would not fit otherwise.
+// of 8 where the CPU has that as one instruction: halves of a sum would not fit otherwise. Arm multiplies signed codes
+// with signed ones: there those of 8 bits come less SIGNED_ZERO, as their top bit inverted makes them, and sums of two
+// products (127 * 128 each at most) fit 16 bits.
+#if defined(__aarch64__)
+constexpr int SIGNED_ZERO = 128;
+#else
+constexpr int SIGNED_ZERO = 0;
+#endif
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_DOT_4 = true, HAS_DOT_8 = true;
 static inline vi dot_four_codes(vi sum, vu a, int32_t b) {
@@ -151,6 +158,18 @@ constexpr bool HAS_DOT_4 = true, HAS_DOT_8 = false;
 static inline vi dot_four_codes(vi sum, vu a, int32_t b) {
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)a, _mm256_set1_epi32(b));
   return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr bool HAS_DOT_4 = true, HAS_DOT_8 = true;
+static inline vi dot_four_codes(vi sum, vu a, int32_t b) {
+  return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
+}
+#elif defined(__aarch64__)
+constexpr bool HAS_DOT_4 = true, HAS_DOT_8 = true;
+static inline vi dot_four_codes(vi sum, vu a, int32_t b) {
+  const int8x16_t left = (int8x16_t)a, right = vreinterpretq_s8_s32(vdupq_n_s32(b));
+  const int16x8_t low = vmull_s8(vget_low_s8(left), vget_low_s8(right)), high = vmull_high_s8(left, right);
+  return (vi)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 }
 #else
 constexpr bool HAS_DOT_4 = false, HAS_DOT_8 = false;
@@ -187,7 +206,7 @@ static void integers_times_panel(const IntegerRows& a, int row, int k, const uin
       const uint8_t* from = panel + G::HEAD_BYTES + half * G::half_bytes(size);
       for (int i = 0; i < size; i += G::CODES, from += 4 * W) {
         const vu x = *(const vu*)from;
-        const vu first = G::CODES == 4 ? x : x & 0x0f0f0f0fu, second = (x >> 4) & 0x0f0f0f0fu;
+        const vu first = G::CODES == 4 ? x ^ SIGNED_ZERO * 0x01010101u : x & 0x0f0f0f0fu, second = (x >> 4) & 0x0f0f0f0fu;
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const int8_t *h = high + (int64_t)m * k + i, *l = low + (int64_t)m * k + i;
@@ -199,7 +218,9 @@ static void integers_times_panel(const IntegerRows& a, int row, int k, const uin
           }
         }
       }
-      const vf scale = G::scale(panel, half), offset = G::offset(panel, half);
+      const vf scale = G::scale(panel, half);
+      vf offset = G::offset(panel, half);
+      if constexpr (G::CODES == 4 && SIGNED_ZERO != 0) offset += scale * SIGNED_ZERO;
       for (int m = 0; m < M; m++)
         sums[m][half] += __builtin_convertvector((tops[m] << 7) + rests[m], vf) * scales[m * groups + g] * scale +
                          offset * totals[m * groups + g];

@@ -16,6 +16,7 @@ ISA_ENV = "HEADWAY_CPU_ISA"
 NO_KERNELS = "torch"
 
 _X86 = ("x86_64", "amd64", "i686")
+_ARM64 = ("aarch64", "arm64")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _VNNI = (*_AVX512, "-mavx512vnni")
@@ -58,7 +59,8 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
         InstructionSet("avx512_vnni", _VNNI, _VNNI_CPU, _X86),
         InstructionSet("avx512", _AVX512, _AVX512_CPU, _X86),
         InstructionSet("avx2", _AVX2, _AVX2_CPU, _X86),
-        InstructionSet("neon", (), frozenset(), ("aarch64", "arm64")),  # part of every 64-bit Arm
+        InstructionSet("neon_dot", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp", "atomics"}), _ARM64),
+        InstructionSet("neon", (), frozenset(), _ARM64),  # part of every 64-bit Arm; `baseline` is the same
         InstructionSet("baseline", (), frozenset(), ()),
     )
 }
@@ -97,8 +99,12 @@ def cpu_flags() -> frozenset[str]:
     """The CPU's flags as Linux says them; empty where it does not. A flag is there only where the system
     saves its registers, so that it can really be used."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        return flags_in(Path("/proc/cpuinfo").read_text())
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+
+
+def flags_in(cpuinfo: str) -> frozenset[str]:
+    """The flags of the first CPU; x86 calls them `flags`, Arm `Features`."""
+    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
     return frozenset(line.partition(":")[2].split())

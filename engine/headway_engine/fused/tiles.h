@@ -25,6 +25,8 @@ struct Shape<float> {
   static constexpr int COLUMNS = W;
 #if defined(__AVX512F__)
   static constexpr int ROWS = 12;
+#elif defined(__aarch64__)
+  static constexpr int ROWS = 8;  // GCC loads all rows' numbers first: of 12, sums would not stay in registers
 #elif defined(__AVX2__)
   static constexpr int ROWS = 6;
 #else

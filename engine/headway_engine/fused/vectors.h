@@ -1,11 +1,15 @@
 // Vectors of W floats through the compiler's vector extension, one width per instruction set.
 //
+// On 64-bit Arm the compiler makes NEON of it: products and sums become fmla, comparisons that choose become bsl,
+// bfloat16 is widened by ushll. Intrinsics stand only where it finds no single instruction by itself.
 // Also half precision and bfloat16, e^x and sums across one vector and across W of them. Knows nothing of matrices
 // and models.
 #pragma once
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <cstdint>
@@ -24,6 +28,11 @@ constexpr int W = 16;
 constexpr int W = 8;
 #else
 constexpr int W = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;  // vectors that a core names
+#else
+constexpr int REGISTERS = 16;
 #endif
 
 constexpr int LINE = 64;  // bytes of a cache line
@@ -44,6 +53,8 @@ static inline vf load(const f16* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16((float16x4_t)*(const vh*)p);
 #else
   vu u = __builtin_convertvector(*(const vh*)p, vu);
   vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f;  // the exponent's bias, right for small values too
@@ -137,6 +148,8 @@ static inline float sum_of(vf v) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#elif defined(__aarch64__)
+  return vaddvq_f32((float32x4_t)v);
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
@@ -154,6 +167,9 @@ static inline vf swapped(vf v) {
   if constexpr (H == 4) return (vf)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
   if constexpr (H == 2) return (vf)_mm256_permute_ps((__m256)v, 0x4e);
   if constexpr (H == 1) return (vf)_mm256_permute_ps((__m256)v, 0xb1);
+#elif defined(__aarch64__)
+  if constexpr (H == 2) return (vf)vextq_f32((float32x4_t)v, (float32x4_t)v, 2);
+  if constexpr (H == 1) return (vf)vrev64q_f32((float32x4_t)v);
 #endif
   vf to;
   for (int i = 0; i < W; i++) to[i] = v[i ^ H];
