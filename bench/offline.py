@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import Item, Timing, drive, figures, named
+from workload import WORKLOADS, Item, Timing, alone_figures, figures, named, played
 
 SEQUENCES = 64
 STEP_TOKENS = 512
@@ -26,12 +26,13 @@ KV_TOKENS = 46_592  # 2 GiB for SmolLM2-135M in float32: vLLM takes whole GiB
 
 def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
     """The scheduler and a runner in a plain loop; arrivals are honoured."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine sets it for its core
     import torch
 
     from headway_engine.config import EngineConfig
-    from headway_engine.model import load, resolve
+    from headway_engine.loading import load
+    from headway_engine.model_source import resolve
     from headway_engine.protocol import Limits
-    from headway_engine.runner import build_runner, measure_capacity
     from headway_engine.scheduler import Scheduler
     from headway_engine.sequence import Finished, Request, SamplingParams, TokenOut
 
@@ -46,14 +47,10 @@ def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[in
         kv_blocks=KV_TOKENS // 16,
         kv_block_tokens=16,
     )
-    source = resolve(
-        config.model, "main", Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
-    )
-    model = load(
-        source, dtype=config.dtype, device="cpu", max_model_len=config.max_model_len, progress=lambda _: None
-    )
-    capacity = measure_capacity(model, config)
-    runner = build_runner(config, model, capacity)
+    cache = Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
+    source = resolve(config.model, "main", cache, lambda _: None)
+    loaded = load(config, source, lambda _: None)
+    capacity, runner = loaded.capacity, loaded.serving.runner
     limits = Limits(
         max_batch_tokens=STEP_TOKENS,
         max_batch_sequences=SEQUENCES,
@@ -83,11 +80,11 @@ def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[in
             kinds = (TokenOut, Finished)
             return [(int(e.id), isinstance(e, Finished)) for e in events if isinstance(e, kinds)]
 
-        return drive(todo, submit, turn)
+        return played(args.workload, todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warm-up")
     wall_s, timings = run(items, "measured")
-    return wall_s, timings, runner.name
+    return wall_s, timings, f"{runner.name} on {loaded.serving.path.kernels}, weights {runner.weights}"
 
 
 def transformers_cb(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
@@ -133,7 +130,7 @@ def transformers_cb(items: list[Item], args: argparse.Namespace) -> tuple[float,
             assert not ended or len(result.generated_tokens) == output[id], result.error
             return [(id, ended)]
 
-        return drive(todo, submit, turn)
+        return played(args.workload, todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:4]])
     wall_s, timings = run(items)
@@ -142,7 +139,7 @@ def transformers_cb(items: list[Item], args: argparse.Namespace) -> tuple[float,
 
 
 def vllm(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
-    """vLLM's engine core in one process, eager, without prefix caching."""
+    """vLLM's engine core in one process, without prefix caching; eager, or compiled."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{len(os.sched_getaffinity(0)) - 1}")
@@ -158,7 +155,7 @@ def vllm(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, 
         max_num_seqs=SEQUENCES,
         max_num_batched_tokens=STEP_TOKENS,
         block_size=32,
-        enforce_eager=True,
+        enforce_eager=not args.compiled,
         enable_prefix_caching=False,
         disable_log_stats=True,
     ).llm_engine
@@ -183,7 +180,7 @@ def vllm(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, 
                 if output.outputs[0].token_ids or output.finished
             ]
 
-        return drive(todo, submit, turn)
+        return played(args.workload, todo, submit, turn)
 
     run([Item(i.id, i.prompt, i.output_tokens, 0.0) for i in items[:8]], "warmup")
     wall_s, timings = run(items, "measured")
@@ -197,14 +194,17 @@ def main() -> None:
     """Run one engine once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--model", required=True, help="a Hugging Face folder")
-    parser.add_argument("--workload", default="w64", choices=["w64", "p64", "w24"])
+    parser.add_argument("--model", required=True, help="a Hugging Face folder; headway only: or a GGUF file")
+    parser.add_argument("--workload", default="w64", choices=WORKLOADS)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--runner", default="auto", help="headway only: auto, transformers or fused")
+    parser.add_argument("--compiled", action="store_true", help="vLLM only: compile, as it does by itself")
     args = parser.parse_args()
     items = named(args.workload)
     wall_s, timings, name = ENGINES[args.engine](items, args)
     result = {"engine": args.engine, "runner": name, **figures(items, wall_s, timings)}
+    if args.workload == "one":
+        result |= alone_figures(items, timings)
     result["rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print("RESULT " + json.dumps(result), flush=True)
 

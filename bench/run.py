@@ -1,10 +1,12 @@
 """Headway beside its peers: interleaved rounds, medians, ratios, one Markdown table.
 
     python bench/run.py [--rounds 3] [--dtype float32] [--parts offline,serving] [--vllm-python PYTHON]
+    python bench/run.py --parts gguf --gguf FILE [--gguf FILE] --llama-python PYTHON [--dtype bfloat16]
 
 All engines serve the same model (SmolLM2-135M-Instruct), the same requests, in the same dtype, on the same
 cores, one after another in each round, since a shared machine drifts by more than engines differ. vLLM runs
-in an environment of its own: name its interpreter, or its rows are left out.
+in an environment of its own: name its interpreter, or its rows are left out. So does llama.cpp, which is
+compared on GGUF files, in both of its caches: one stream, and the burst.
 """
 
 import argparse
@@ -26,7 +28,7 @@ def model_folder() -> str:
     """The embedded model as one folder for every engine: our cache keeps weights and tokenizer apart."""
     from headway_engine.model_source import default_cache_dir, resolve, weights_folder
 
-    source = resolve(MODEL, "main", default_cache_dir())
+    source = resolve(MODEL, "main", default_cache_dir(), lambda _: None)
     weights = weights_folder(source, lambda what: print(what, file=sys.stderr))
     folder = default_cache_dir() / "bench" / source.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,11 +52,16 @@ def measure(command: list[str]) -> dict[str, float]:
 def table(title: str, rounds: dict[str, list[dict[str, float]]], baseline: str) -> str:
     """One row an engine: medians, the single rounds of the main figure, and the ratio to the baseline."""
     base = medians(rounds[baseline])["output_tokens_per_s"] if baseline in rounds else None
+    alone = any("decode_tokens_per_s" in result for results in rounds.values() for result in results)
+    columns = [
+        "engine", "output tok/s (rounds)", "ratio", "TTFT p50/p95 ms", "TPOT p50/p95 ms",
+        "RSS MiB", "ready s", *(("prompt / decode tok/s", "ratio of decode") if alone else ()),
+    ]  # fmt: skip
     lines = [
         f"### {title}",
         "",
-        "| engine | output tok/s (rounds) | ratio | TTFT p50/p95 ms | TPOT p50/p95 ms | RSS MiB | ready s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| " + " | ".join(columns) + " |",
+        "| --- " * len(columns) + "|",
     ]
     for engine, results in rounds.items():
         m = medians(results)
@@ -65,11 +72,28 @@ def table(title: str, rounds: dict[str, list[dict[str, float]]], baseline: str) 
             f"| {engine} | **{m['output_tokens_per_s']:.0f}** ({single}) | {ratio} "
             f"| {m['ttft_p50_ms']:.0f} / {m['ttft_p95_ms']:.0f} "
             f"| {m['tpot_p50_ms']:.1f} / {m['tpot_p95_ms']:.1f} "
-            f"| {m['rss_mib']:.0f} | {ready} |"
+            f"| {m['rss_mib']:.0f} | {ready} |{of_one(m, rounds.get(baseline)) if alone else ''}"
         )
     if base:
         lines += ["", f"Ratio: output tok/s over {baseline}'s."]
     return "\n".join(lines) + "\n"
+
+
+def of_one(m: dict[str, float], baseline: list[dict[str, float]] | None) -> str:
+    """Cells of a stream that was alone."""
+    base = medians(baseline)["decode_tokens_per_s"] if baseline else None
+    ratio = f"{m['decode_tokens_per_s'] / base:.2f}" if base else "-"
+    return f" {m['prompt_tokens_per_s']:.0f} / {m['decode_tokens_per_s']:.0f} | {ratio} |"
+
+
+def gguf_engines(file: str, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Commands of ours and llama.cpp on one GGUF file, without the workload."""
+    script = [sys.executable, str(BENCH / "offline.py"), "headway", "--model", file, "--dtype", args.dtype]
+    engines = {"headway, fused": [*script, "--runner", "fused"]}
+    if args.llama_python:
+        peer = [args.llama_python, str(BENCH / "llama_cpp_offline.py"), "--model", file]
+        engines |= {f"llama.cpp, {cache}": [*peer, "--cache", cache] for cache in ("streams", "unified")}
+    return engines
 
 
 def main() -> None:
@@ -79,6 +103,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--parts", default="offline,serving")
     parser.add_argument("--vllm-python", default=os.environ.get("HEADWAY_BENCH_VLLM_PYTHON", ""))
+    parser.add_argument("--vllm-compiled", action="store_true", help="vLLM compiled, too (offline)")
+    parser.add_argument("--gguf", action="append", default=[], help="a file for the part gguf")
+    parser.add_argument("--llama-python", default=os.environ.get("HEADWAY_BENCH_LLAMA_PYTHON", ""))
     parser.add_argument("--skip", action="append", default=[], help="an engine to leave out; may be repeated")
     args = parser.parse_args()
     folder = model_folder()
@@ -92,6 +119,8 @@ def main() -> None:
     serving = {"headway": [sys.executable, str(BENCH / "serving.py"), "headway", *common]}
     if args.vllm_python:
         offline["vLLM"] = [args.vllm_python, str(BENCH / "offline.py"), "vllm", *common]
+        if args.vllm_compiled:
+            offline["vLLM, compiled"] = [*offline["vLLM"], "--compiled"]
         serving["vLLM"] = [
             sys.executable,
             str(BENCH / "serving.py"),
@@ -100,6 +129,7 @@ def main() -> None:
             args.vllm_python,
             *common,
         ]
+    gguf = {Path(file).name: gguf_engines(file, args) for file in args.gguf}
     plans: list[tuple[str, dict[str, list[str]]]] = []
     if "offline" in args.parts:
         plans.append(("Burst of 64, offline", {k: [*v, "--workload", "w64"] for k, v in offline.items()}))
@@ -110,8 +140,14 @@ def main() -> None:
         plans.append(
             ("Poisson 2/s, HTTP and SSE", {k: [*v, "--workload", "p64"] for k, v in serving.items()})
         )
+    if "gguf" in args.parts:
+        for file, engines in gguf.items():
+            for workload, title in (("one", "one stream"), ("w64", "burst of 64, offline")):
+                plan = {name: [*command, "--workload", workload] for name, command in engines.items()}
+                plans.append((f"{file}, {title}", plan))
     print(f"{args.dtype}, {conditions()}\n", flush=True)
-    print(f"`python bench/run.py {' '.join(sys.argv[1:])}`\n", flush=True)
+    shown = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    print(f"`python bench/run.py {' '.join(shown)}`\n", flush=True)
     for title, engines in plans:
         rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
         for _ in range(args.rounds):
@@ -124,7 +160,8 @@ def main() -> None:
                     file=sys.stderr,
                     flush=True,
                 )
-        print(table(title, rounds, "vLLM"), flush=True)
+        baseline = "vLLM" if "vLLM" in rounds else "llama.cpp, streams"
+        print(table(title, rounds, baseline), flush=True)
 
 
 if __name__ == "__main__":

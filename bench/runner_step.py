@@ -1,10 +1,12 @@
 """Step times of the runners on one model, side by side, and the share of the memory limit decoding reaches.
 
-    python bench/runner_step.py [--model URI] [--dtype float32] [--threads 2] [--rounds 9]
+    python bench/runner_step.py [--model URI] [--dtype float32] [--threads 2] [--rounds 9] [--skip padded]
 
 Each case is measured in turn for every runner, round by round, so that a slow minute of the machine hits all
-alike; the table gives medians. The limit is bytes of weights (as the fused path stores them), keys and values
-over the read bandwidth measured at the start. Run it on a quiet machine; the load average is printed.
+alike; the table gives medians. `blocks` is the fused path with the weights of a GGUF file in its blocks. The
+limit of decodes is bytes of weights (as the fused path stores plain ones), keys and values over the read
+bandwidth measured at the start; that of a prompt is its multiplications and additions over what torch reaches
+in a square product of 2,048, measured at the start, too. Run it on a quiet machine; it prints the load.
 """
 
 import argparse
@@ -12,8 +14,11 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine sets it for its core
 import torch
 from machine import cpu_words
 from workload import MODEL
@@ -57,6 +62,27 @@ def read_gb_per_s() -> float:
     return best
 
 
+def peak_flops(dtype: torch.dtype) -> float:
+    """What a plain large product reaches in this type: operations a second, best of ten."""
+    size = 2048
+    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best = 0.0
+    for _ in range(10):
+        began_s = time.perf_counter()
+        left @ right
+        best = max(best, 2 * size**3 / (time.perf_counter() - began_s))
+    return best
+
+
+def prompt_flops(config: Any, weights: int, tokens: int) -> float:
+    """Operations of a prompt from its first token on: products with `weights`, and causal attention. The head
+    computes one row."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = tokens * (tokens + 1) // 2
+    attention = 4 * pairs * width * config.num_attention_heads * config.num_hidden_layers
+    return 2 * weights * tokens + attention + 2 * config.hidden_size * config.vocab_size
+
+
 def sequence(number: int, tokens: int, vocabulary: int) -> Sequence:
     chance = random.Random(number)
     prompt = tuple(chance.randrange(300, vocabulary) for _ in range(tokens))
@@ -85,12 +111,21 @@ def steps(vocabulary: int, prefix: str) -> tuple[list[Step], dict[str, Step]]:
     return fill, timed
 
 
-def runners(make: "list[LoadedModel]", capacity: Capacity, threads: int) -> dict[str, Runner]:
+def runners(
+    read: Callable[[bool], LoadedModel], capacity: Capacity, threads: int, skip: list[str]
+) -> dict[str, Runner]:
+    """By name. `read` loads the model; its argument: with weights in blocks, if it can."""
     library = build.kernels()
-    found: dict[str, Runner] = {"padded": TransformersRunner(make[0], capacity)}
+    found: dict[str, Runner] = {}
+    if "padded" not in skip:
+        found["padded"] = TransformersRunner(read(False), capacity)
     if library is not None:
-        found["kernel"] = TransformersRunner(make[1], capacity, library, threads)
-        found["fused"] = FusedRunner(make[2], capacity, library, threads)
+        if "kernel" not in skip:
+            found["kernel"] = TransformersRunner(read(False), capacity, library, threads)
+        if "fused" not in skip:
+            found["fused"] = FusedRunner(read(False), capacity, library, threads)
+        if "blocks" not in skip and (model := read(True)).in_blocks:
+            found["blocks"] = FusedRunner(model, capacity, library, threads)
     return found
 
 
@@ -100,6 +135,7 @@ def main() -> None:
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     p.add_argument("--threads", type=int, default=usable_cores())
     p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--skip", action="append", default=[], help="padded, kernel, fused or blocks")
     p.add_argument("--cases", default="", help="only cases whose name starts so")
     a = p.parse_args()
     torch.set_num_threads(a.threads)
@@ -110,17 +146,28 @@ def main() -> None:
         block_tokens=BLOCK,
         max_model_tokens=640,
     )
-    source = resolve(a.model, "main", default_cache_dir())
-    loaded = [
-        load(source, dtype=a.dtype, device="cpu", max_model_len=640, progress=lambda _: None)
-        for _ in range(3)
-    ]
-    config, stored = loaded[0].config, stored_type(loaded[0])
-    weight_bytes = loaded[0].weight_bytes * stored.itemsize // loaded[0].dtype.itemsize
+    source = resolve(a.model, "main", default_cache_dir(), lambda _: None)
+
+    def read(keep_blocks: bool) -> LoadedModel:
+        return load(
+            source,
+            dtype=a.dtype,
+            device="cpu",
+            max_model_len=640,
+            progress=lambda _: None,
+            keep_blocks=keep_blocks,
+        )
+
+    plain = read(False)
+    config, stored, dtype = plain.config, stored_type(plain), plain.dtype
+    weight_bytes = plain.weight_bytes * stored.itemsize // dtype.itemsize
+    matrices = sum(p.numel() for name, p in plain.module.named_parameters() if "layers." in name)
+    words = plain.description
+    del plain
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * loaded[0].dtype.itemsize
-    gb_per_s = read_gb_per_s()
-    sides = runners(loaded, capacity, a.threads)
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * dtype.itemsize
+    gb_per_s, peak = read_gb_per_s(), peak_flops(dtype)
+    sides = runners(read, capacity, a.threads, a.skip)
     fill, timed = steps(config.vocab_size, a.cases)
     for runner in sides.values():
         for step in fill:
@@ -135,10 +182,10 @@ def main() -> None:
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
     print(f"{cpu_words()}, {a.threads} threads, {isa.available()[0]}, load {os.getloadavg()[0]:.1f}")
     print(
-        f"{loaded[0].description}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s; "
-        f"ms, median (minimum) of {a.rounds}"
+        f"{words}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s, "
+        f"products {peak / 1e9:.0f} GFLOP/s; ms, median (minimum) of {a.rounds}"
     )
-    print("| step | " + " | ".join(sides) + " | memory limit | share of it |")
+    print("| step | " + " | ".join(sides) + " | limit | share of it: fused |")
     print("|---" * (len(sides) + 3) + "|")
     for name, step in timed.items():
         cells = [
@@ -146,9 +193,16 @@ def main() -> None:
             for side in sides
         ]
         limit_s = (weight_bytes + kv_bytes * step.kv_tokens) / 1e9 / gb_per_s
-        best_s = min(statistics.median(taken[name, side]) for side in sides)
-        share = f"{limit_s / best_s:.2f}" if not step.prefill_tokens else ""
-        print(f"| {name} | " + " | ".join(cells) + f" | {1e3 * limit_s:.1f} | {share} |")
+        if name.startswith("prefill"):
+            limit_s = prompt_flops(config, matrices, step.prefill_tokens) / peak
+        mixed = name.startswith("mixed")  # has no limit that is simply told
+        share = (
+            ""
+            if mixed or "fused" not in sides
+            else f"{limit_s / statistics.median(taken[name, 'fused']):.2f}"
+        )
+        limit = "" if mixed else f"{1e3 * limit_s:.1f}"
+        print(f"| {name} | " + " | ".join(cells) + f" | {limit} | {share} |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Seeded workloads and the figures drawn from a run of one.
 
 `w64` is a burst: 64 requests at once, prompts log-uniform over 32..512 tokens, outputs uniform over 16..128.
-`p64` is the same law with Poisson arrivals at 2 requests a second; `w24` a smaller burst. Prompts are token
-ids, outputs have fixed lengths, so that every engine does the same work. Needs the standard library only:
-peers run it inside their own environments.
+`p64` is the same law with Poisson arrivals at 2 requests a second; `w24` a smaller burst; `one` the first
+eight of `w64`, each alone, one after another. Prompts are token ids, outputs have fixed lengths, so that
+every engine does the same work. Needs the standard library only: peers run it inside their own environments.
 """
 
 import math
@@ -53,8 +53,16 @@ def make(requests: int, rate_per_s: float = 0.0, seed: int = 7) -> list[Item]:
 
 
 def named(name: str) -> list[Item]:
-    """w64, p64 or w24."""
-    return {"w64": lambda: make(64), "p64": lambda: make(64, 2.0), "w24": lambda: make(24)}[name]()
+    """One of WORKLOADS."""
+    return WORKLOADS[name]()
+
+
+WORKLOADS: dict[str, Callable[[], list[Item]]] = {
+    "w64": lambda: make(64),
+    "p64": lambda: make(64, 2.0),
+    "w24": lambda: make(24),
+    "one": lambda: make(64)[:8],
+}
 
 
 def other_prompts(items: list[Item], number: int) -> list[Item]:
@@ -99,6 +107,35 @@ def drive(
                 last[id] = at_s
     wall_s = time.perf_counter() - start_s
     return wall_s, {i.id: Timing(first[i.id] - i.at_s, last[i.id] - i.at_s) for i in items}
+
+
+def played(
+    name: str,
+    items: list[Item],
+    submit: Callable[[Item, float], None],
+    turn: Callable[[float, bool], Iterable[tuple[int, bool]] | None],
+) -> tuple[float, dict[int, Timing]]:
+    """`drive` for the workload of this name: all items, or each alone; the seconds are a sum then."""
+    if name != "one":
+        return drive(items, submit, turn)
+    wall_s, timings = 0.0, {}
+    for item in items:
+        seconds, timing = drive([item], submit, turn)
+        wall_s += seconds
+        timings |= timing
+    return wall_s, timings
+
+
+def alone_figures(items: list[Item], timings: dict[int, Timing]) -> dict[str, float]:
+    """Medians of requests that were alone: prompt tokens a second until the first token, then tokens."""
+    prompt = [len(item.prompt) / timings[item.id].first_s for item in items]
+    decode = [
+        (item.output_tokens - 1) / (timings[item.id].last_s - timings[item.id].first_s) for item in items
+    ]
+    return {
+        "prompt_tokens_per_s": statistics.median(prompt),
+        "decode_tokens_per_s": statistics.median(decode),
+    }
 
 
 def percentile(values: list[float], share: float) -> float:
