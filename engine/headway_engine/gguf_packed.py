@@ -49,6 +49,11 @@ class Index:
     architecture: str
     tensors: tuple[Tensor, ...] = ()
 
+    @property
+    def block_types(self) -> list[str]:
+        """GGUF's names of the types of its blocks that are kept."""
+        return sorted({tensor.type for tensor in self.tensors if kept_packed(tensor.type)})
+
 
 def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
     """A folder with the index of a GGUF file, written once for a file. Raises ModelError."""
