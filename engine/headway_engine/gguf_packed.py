@@ -19,6 +19,7 @@ from torch import nn
 from headway_engine import drafts
 from headway_engine.gguf_blocks import kept_packed
 from headway_engine.gguf_model import parsed_once
+from headway_engine.gguf_rope import add_rope_scaling
 from headway_engine.model_error import ModelError
 from headway_engine.model_source import ModelSource, gguf_cache, must_be_unchanged
 from headway_engine.packed_weights import BlockedEmbedding, BlockedLinear, BlockedMatrix
@@ -83,6 +84,7 @@ def write_index(gguf: Path, out: Path) -> None:
         architecture = str(reader.fields["general.architecture"].contents())
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+    add_rope_scaling(config, reader, architecture)
     config.save_pretrained(str(out))
     index = Index(architecture)
     if architecture in ARCHITECTURES and any(kept_packed(t.tensor_type.name) for t in reader.tensors):

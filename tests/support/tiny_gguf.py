@@ -28,11 +28,16 @@ def write(
     types: Callable[[str], str] = lambda _: "F16",
     without: Container[str] = (),
     said_wide: int = 0,
+    rope: dict[str, Any] | None = None,
+    rope_freqs: "np.ndarray[Any, Any] | None" = None,
+    rope_base: float = 10000.0,
 ) -> Path:
     """The file, of some 100 KiB. Another seed is another model in a file of the same size.
 
     `types` says of each matrix, by GGUF's name of it, in which type it is; `without` names tensors that are
     left out; `said_wide` is the inner size that the metadata says, where it is not that of the tensors.
+    `rope` is metadata of rotary scaling (type, factor, original_context_length), `rope_freqs` the tensor of
+    Llama 3, `rope_base` the base of the frequencies.
     """
     import gguf
     from tokenizers import pre_tokenizers
@@ -50,7 +55,10 @@ def write(
     writer.add_rope_dimension_count(head)
     writer.add_key_length(head)
     writer.add_value_length(head)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(rope_base)
+    for name, value in (rope or {}).items():
+        adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        adds[type(value)](f"{architecture}.rope.scaling.{name}", value)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
@@ -76,6 +84,8 @@ def write(
         )
         writer.add_tensor(name, raw, raw_dtype=kind)
 
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     add("token_embd.weight", len(tokens), hidden)
     for layer in range(LAYERS):
         for part, rows in (("q", HEADS * head), ("k", KV_HEADS * head), ("v", KV_HEADS * head)):
