@@ -286,10 +286,12 @@ def in_blocks(path: Path) -> LoadedModel:
     )
 
 
+ROOMY = settings(kv_blocks=0, kv_block_tokens=1, kv_memory_percent=90, capacity_max_batch_sequences=512)
+
+
 def blocks_that_fit(model: LoadedModel, memory_bytes: int) -> int:
-    config = settings(kv_blocks=0, kv_block_tokens=1, kv_memory_percent=100, capacity_max_batch_sequences=512)
     memory = capacity_plan.Memory(memory_bytes, "a test")
-    return capacity_plan.plan(config, model, model.layer_shapes, memory).kv_blocks
+    return capacity_plan.plan(ROOMY, model, model.layer_shapes, memory).kv_blocks
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
@@ -309,11 +311,15 @@ def test_a_mapped_file_takes_its_memory_when_the_kernels_copy_it(kind: str, tmp_
     assert mapped.bytes_to_come == held.bytes_to_come + raw
     larger = {"Q4_0": 1.0, "Q5_0": 34 / 22, "Q8_0": 1.0}[kind]  # 5 bits are kept in 8
     assert mapped.bytes_to_come == pytest.approx(raw * larger)
-    needed = capacity_plan.step_bytes(settings(kv_block_tokens=1), mapped, mapped.layer_shapes)
-    free = needed + mapped.bytes_to_come + (2 << 20)
+    needed = capacity_plan.step_bytes(ROOMY, mapped, mapped.layer_shapes)
+    free = needed + mapped.bytes_to_come + (6 << 20)
     beside_both = blocks_that_fit(held, free - raw)
     assert 0 < beside_both < 512 * mapped.max_model_tokens, "memory is what bounds it"
     assert blocks_that_fit(mapped, free) == beside_both
+    plain = mapped.weight_bytes - raw
+    weights = plain + mapped.bytes_to_come
+    left = (free + plain) * 90 // 100 - weights - needed  # plain weights are taken already
+    assert beside_both == left // (mapped.config.num_hidden_layers * 2 * (8 + 8) * 4)
     config = settings(kv_blocks=beside_both + 1000, kv_block_tokens=1)
     with pytest.raises(ModelError, match="--kv-blocks: "):
         capacity_plan.plan(
