@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -376,9 +375,7 @@ def test_the_real_model_answers_from_its_blocks_in_every_instruction_set(
         monkeypatch.setenv(isa.ISA_ENV, chosen)
     best = chosen or kernels.RUNNABLE[0]
     source = resolve(SMOLLM, "main", model_module.default_cache_dir())
-    config = settings(
-        model=SMOLLM, dtype=dtype, kv_block_tokens=16, threads=os.cpu_count(), max_model_len=256
-    )
+    config = settings(model=SMOLLM, dtype=dtype, kv_block_tokens=16, max_model_len=256)
     found = loading.load(config, source, lambda _: None)
     assert (found.serving.path.runner, found.serving.path.kernels) == ("fused", best)
     assert found.serving.runner.weights == "Q4_1+Q8_0"
