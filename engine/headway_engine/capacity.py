@@ -39,8 +39,11 @@ def plan(
     """The capacity that `memory` allows, after the weights are loaded. Raises ModelError with the numbers.
 
     The cache gets kv_memory_percent of weights plus free memory, less the weights and the room of the largest
-    step; never more than max_batch_sequences whole contexts, which is all that could be used.
+    step; never more than max_batch_sequences whole contexts, which is all that could be used. What a runner
+    will still take for weights in blocks counts as weights, and not as free.
     """
+    weights = model.serving_bytes
+    free = max(0, memory.free_bytes - model.bytes_to_come)
     size = config.kv_block_tokens
     context = model.max_model_tokens
     block_bytes = size * sum(shape.bytes_per_token(model.dtype) for shape in shapes.values())
@@ -49,21 +52,21 @@ def plan(
     if config.kv_blocks:
         blocks = config.kv_blocks
         reason = f"--kv-blocks is {config.kv_blocks}"
-        if blocks * block_bytes > memory.free_bytes:
+        if blocks * block_bytes > free:
             raise ModelError(
                 f"--kv-blocks: {blocks} blocks of {size} tokens take {blocks * block_bytes / _GIB:.2f} GiB, "
-                f"and {memory.source} leaves {memory.free_bytes / _GIB:.2f} GiB, which is "
-                f"{memory.free_bytes // block_bytes} blocks. Ask for fewer, or leave --kv-blocks out to have "
+                f"and {memory.source} leaves {free / _GIB:.2f} GiB, which is "
+                f"{free // block_bytes} blocks. Ask for fewer, or leave --kv-blocks out to have "
                 "the engine measure what fits"
             )
     else:
-        share = (memory.free_bytes + model.weight_bytes) * config.kv_memory_percent // 100
+        share = (free + weights) * config.kv_memory_percent // 100
         largest_step = step_bytes(config, model, shapes)
-        budget = share - model.weight_bytes - largest_step
+        budget = share - weights - largest_step
         blocks = min(useful, max(0, budget) // block_bytes)
         reason = (
             f"{memory.source} leaves {max(0, budget) / _GIB:.2f} GiB for keys and values at "
-            f"kvCache.memoryPercent {config.kv_memory_percent}, after {model.weight_bytes / _GIB:.2f} GiB "
+            f"kvCache.memoryPercent {config.kv_memory_percent}, after {weights / _GIB:.2f} GiB "
             f"of weights and {largest_step / _GIB:.2f} GiB for the largest step"
         )
     if blocks < blocks_of_context:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headway_engine.file_digest import Identity
+from headway_engine.gguf_rope import add_rope_scaling
 from headway_engine.model_error import ModelError
 
 _BYTES_OF_FLOAT16 = 2
@@ -44,21 +45,27 @@ def unpacked_bytes(gguf: Path) -> int:
 
 def write_weights(gguf: Path, out: Path) -> None:
     """Save configuration, generation configuration and unpacked weights under `out`."""
+    import gguf as library
     import torch
     import transformers
     from transformers import modeling_gguf_pytorch_utils
 
     auto: Any = transformers  # neither carries types
     reader: Any = modeling_gguf_pytorch_utils
+    reader_of: Any = library
 
     try:
         with parsed_once():
             config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            file = reader_of.GGUFReader(str(gguf))
+            add_rope_scaling(config, file, str(file.fields["general.architecture"].contents()))
             with torch.device("meta"):
                 module = auto.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
             parsed = reader.load_gguf_checkpoint(
                 str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.float16
             )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
     tensors = {name: torch.as_tensor(value) for name, value in parsed["tensors"].items()}

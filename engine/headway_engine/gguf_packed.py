@@ -19,6 +19,7 @@ from torch import nn
 from headway_engine import drafts
 from headway_engine.gguf_blocks import kept_packed
 from headway_engine.gguf_model import parsed_once
+from headway_engine.gguf_rope import add_rope_scaling
 from headway_engine.model_error import ModelError
 from headway_engine.model_source import ModelSource, gguf_cache, must_be_unchanged
 from headway_engine.packed_weights import BlockedEmbedding, BlockedLinear, BlockedMatrix
@@ -49,6 +50,11 @@ class Index:
     architecture: str
     tensors: tuple[Tensor, ...] = ()
 
+    @property
+    def block_types(self) -> list[str]:
+        """GGUF's names of the types of its blocks that are kept."""
+        return sorted({tensor.type for tensor in self.tensors if kept_packed(tensor.type)})
+
 
 def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
     """A folder with the index of a GGUF file, written once for a file. Raises ModelError."""
@@ -78,10 +84,11 @@ def write_index(gguf: Path, out: Path) -> None:
         architecture = str(reader.fields["general.architecture"].contents())
     except Exception as error:
         raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+    add_rope_scaling(config, reader, architecture)
     config.save_pretrained(str(out))
     index = Index(architecture)
     if architecture in ARCHITECTURES and any(kept_packed(t.tensor_type.name) for t in reader.tensors):
-        index = Index(architecture, _tensors(reader, architecture, config))
+        index = Index(architecture, _tensors(gguf, reader, architecture, config))
     (out / _INDEX).write_bytes(msgspec.json.encode(index))
 
 
@@ -109,8 +116,8 @@ def read_packed(gguf: Path, folder: Path, dtype: torch.dtype) -> Any:
     found = {}
     for tensor in index.tensors:
         raw = file[tensor.first_byte : tensor.first_byte + tensor.bytes]
-        rows = raw.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else raw
-        found[tensor.name] = (processor.process(rows, tensor.gguf_name).weights, tensor)
+        rows = processor.process(raw.reshape(tensor.shape[0], -1), tensor.gguf_name).weights
+        found[tensor.name] = _Part(tensor, rows, mapped=np.may_share_memory(rows, file))
     _fill(module, found, dtype, gguf)
     if "lm_head.weight" not in found:
         module.set_submodule("lm_head", _tied_head(module.get_input_embeddings()))
@@ -127,10 +134,29 @@ def without_weights(config: Any, dtype: torch.dtype) -> Any:
         return auto.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-_Found = dict[str, tuple[Any, Tensor]]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor with its bytes, uint8 [rows, bytes of a row], as the model orders rows."""
+
+    tensor: Tensor
+    raw: Any
+    mapped: bool  # a part of the file, and no copy
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Plain numbers, or those of blocks of a type that is not kept, in `dtype`."""
+        kind, shape, raw = self.tensor.type, self.tensor.shape, np.array(self.raw)
+        if kind in _VALUES:
+            return torch.from_numpy(raw).view(_VALUES[kind]).view(shape).to(dtype)
+        from gguf import GGMLQuantizationType, quants
+
+        wide = quants.dequantize(raw, GGMLQuantizationType[kind])
+        return torch.from_numpy(wide).view(shape).to(dtype)
 
 
-def _tensors(reader: Any, architecture: str, config: Any) -> tuple[Tensor, ...]:
+_Found = dict[str, _Part]
+
+
+def _tensors(gguf: Path, reader: Any, architecture: str, config: Any) -> tuple[Tensor, ...]:
     import gguf as library
 
     module = without_weights(config, torch.float32)
@@ -141,22 +167,35 @@ def _tensors(reader: Any, architecture: str, config: Any) -> tuple[Tensor, ...]:
         stem, _, kind = name.rpartition(".")
         if (gguf_stem := names.get_name(stem)) is not None:
             parameters[f"{gguf_stem}.{kind}"] = (name, tuple(parameter.shape))
-    return tuple(
-        Tensor(
-            gguf_name=tensor.name,
-            name=parameters[tensor.name][0],
-            type=tensor.tensor_type.name,
-            shape=parameters[tensor.name][1],
-            first_byte=int(tensor.data_offset),
-            bytes=int(tensor.n_bytes),
+    found = []
+    for tensor in reader.tensors:
+        if tensor.name not in parameters:
+            continue
+        name, shape = parameters[tensor.name]
+        stored = tuple(int(size) for size in reversed(tensor.shape))
+        if stored != shape:
+            raise ModelError(
+                f"model: {gguf} is not what its metadata says: {tensor.name} has the shape {stored}, and a "
+                f"{config.model_type} of these sizes {shape}; convert the model anew"
+            )
+        found.append(
+            Tensor(
+                gguf_name=tensor.name,
+                name=name,
+                type=tensor.tensor_type.name,
+                shape=shape,
+                first_byte=int(tensor.data_offset),
+                bytes=int(tensor.n_bytes),
+            )
         )
-        for tensor in reader.tensors
-        if tensor.name in parameters
-    )
+    return tuple(found)
 
 
 def _fill(module: Any, found: _Found, dtype: torch.dtype, gguf: Path) -> None:
     missing: list[str] = []
+    biases = {
+        name.removesuffix(".bias"): one.values(dtype) for name, one in found.items() if name.endswith(".bias")
+    }
     for name, part in list(module.named_modules()):
         for kind, _ in list(part.named_parameters(recurse=False)):
             full = f"{name}.{kind}"
@@ -164,34 +203,25 @@ def _fill(module: Any, found: _Found, dtype: torch.dtype, gguf: Path) -> None:
                 if name != "lm_head":
                     missing.append(full)
                 continue
-            raw, tensor = found[full]
-            if kind == "weight" and isinstance(part, nn.Linear | nn.Embedding) and kept_packed(tensor.type):
-                matrix = BlockedMatrix(raw, tensor.type, tensor.shape[1])
-                replacement = (
+            values = found[full]
+            if (
+                kind == "weight"
+                and isinstance(part, nn.Linear | nn.Embedding)
+                and kept_packed(values.tensor.type)
+            ):
+                matrix = BlockedMatrix(
+                    values.raw, values.tensor.type, values.tensor.shape[1], mapped=values.mapped
+                )
+                module.set_submodule(
+                    name,
                     BlockedEmbedding(matrix, dtype)
                     if isinstance(part, nn.Embedding)
-                    else BlockedLinear(matrix, _bias(found, name, dtype))
+                    else BlockedLinear(matrix, biases.get(name)),
                 )
-                module.set_submodule(name, replacement)
-                break  # its bias went along
-            setattr(part, kind, nn.Parameter(_values(raw, tensor, dtype), requires_grad=False))
+            else:
+                setattr(part, kind, nn.Parameter(values.values(dtype), requires_grad=False))
     if missing:
         raise ModelError(f"model: {gguf} lacks weights of {module.config.model_type}: {sorted(missing)[:5]}")
-
-
-def _bias(found: _Found, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    bias = found.get(f"{name}.bias")
-    return None if bias is None else _values(*bias, dtype)
-
-
-def _values(raw: Any, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Plain numbers, or those of blocks of a type that is not kept, in `dtype`."""
-    if tensor.type in _VALUES:
-        return torch.from_numpy(np.array(raw)).view(_VALUES[tensor.type]).view(tensor.shape).to(dtype)
-    from gguf import GGMLQuantizationType, quants
-
-    wide = quants.dequantize(np.array(raw), GGMLQuantizationType[tensor.type])
-    return torch.from_numpy(wide).view(tensor.shape).to(dtype)
 
 
 def _tied_head(embedding: Any) -> nn.Module:

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from headway_engine import model, runner
 from headway_engine.config import EngineConfig
 from headway_engine.devices import choose_device
 from headway_engine.fused import build
 from headway_engine.fused.llama import why_not_fused
+from headway_engine.gguf_packed import read_index
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel, ModelError
 from headway_engine.model_source import ModelSource, SourceKind, must_be_unchanged
@@ -48,16 +47,17 @@ def load(settings: EngineConfig, source: ModelSource, progress: Progress) -> Loa
     except NoneRight as error:
         if not error.in_blocks:
             raise
-        log.warning(fields("blocks-unpacked", why=error))
-        # The same type as before: that of weights in a file says nothing of what is faster here.
-        again = replace(settings, dtype=error.dtype)
-        plain = _loaded(again, progress, functools.partial(_plain, again, source, progress))
-        return replace(
-            plain, serving=replace(plain.serving, fallbacks=(*error.left, *plain.serving.fallbacks))
-        )
-    if source.kind is SourceKind.GGUF:
-        must_be_unchanged(source)  # its blocks were read until now
-    return found
+        log.warning(fields("blocks-unpacked", why=str(error)))
+        left, dtype = error.left, error.dtype
+    else:
+        if source.kind is SourceKind.GGUF:
+            must_be_unchanged(source)  # its blocks were read until now
+        return found
+    # Only here, since the error held the model in blocks, and its memory is needed. The same type as before:
+    # that of weights in a file says nothing of what is faster here.
+    again = replace(settings, dtype=dtype)
+    plain = _loaded(again, progress, functools.partial(_plain, again, source, progress))
+    return replace(plain, serving=replace(plain.serving, fallbacks=(*left, *plain.serving.fallbacks)))
 
 
 def computes_blocks(settings: EngineConfig) -> bool:
@@ -90,14 +90,20 @@ def _in_blocks(settings: EngineConfig, source: ModelSource, progress: Progress) 
     """With weights in blocks, where that can be; else as `_plain` does."""
     if not settings.quantization:
         return _read(settings, source, progress, quantize="", keep_blocks=True)
-    if source.kind is SourceKind.GGUF or source.shape is not None:
-        return _plain(settings, source, progress)
-    loaded = _read(settings, source, progress, quantize="", keep_blocks=False)
-    if loaded.dtype not in (torch.float32, torch.bfloat16) or why_not_fused(loaded) is not None:
-        return _plain(settings, source, progress)
-    progress("packing weights into 8 bits")
-    put_into_blocks(loaded.module)
-    return loaded
+    if folder := model.blocks_of(source, progress):
+        types = ", ".join(read_index(folder).block_types)
+        raise ModelError(
+            f"quantization: the weights of {source.uri} are quantized already ({types}), and stay so in "
+            "memory; leave --quantization out"
+        )
+    if source.shape is None:
+        loaded = _read(settings, source, progress, quantize="", keep_blocks=False)
+        if why_not_fused(loaded) is None:
+            progress("packing weights into 8 bits")
+            put_into_blocks(loaded.module)
+            return loaded
+        del loaded  # the memory is needed
+    return _plain(settings, source, progress)
 
 
 def _read(

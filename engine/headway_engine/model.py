@@ -29,7 +29,7 @@ from headway_engine.model_source import (
     resolve,
     weights_folder,
 )
-from headway_engine.packed_weights import blocked_weights, is_packed
+from headway_engine.packed_weights import blocked_weights, bytes_to_come, is_packed, mapped_bytes
 from headway_engine.weights import read_folder, stored_dtype
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,17 @@ class LoadedModel:
             for tensor in _stored_tensors(whole)
         )
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in stored}.values())
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory that the kernels will take for weights in blocks, beyond what those take now: all of their
+        copy where the blocks are in a file that is mapped. 0 for plain weights."""
+        return bytes_to_come(self.module)
+
+    @property
+    def serving_bytes(self) -> int:
+        """Memory of the weights once a runner has taken them over."""
+        return self.weight_bytes - mapped_bytes(self.module) + self.bytes_to_come
 
 
 def load(

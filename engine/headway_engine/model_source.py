@@ -23,7 +23,7 @@ __all__ = ["ModelError", "ModelSource", "SourceKind", "default_cache_dir", "reso
 
 BYTE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCABULARY = len(BYTE_SPECIALS) + 256
-_CACHE_VERSION = "2"  # part of every name in the cache: raise it when a converter changes
+_CACHE_VERSION = "3"  # part of every name in the cache: raise it when a converter changes
 
 _WEIGHT_HF_FILES = (*tokenizer_files.SMALL, "*.safetensors")
 _OTHER_COPIES = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")

@@ -28,15 +28,26 @@ class BlockedMatrix(nn.Module):
 
     raw: torch.Tensor
 
-    def __init__(self, raw: "np.ndarray[Any, Any]", type_name: str, columns: int) -> None:
+    def __init__(
+        self, raw: "np.ndarray[Any, Any]", type_name: str, columns: int, mapped: bool = False
+    ) -> None:
+        """`mapped`: `raw` is a part of a file that is mapped, so it takes no memory of the process."""
         super().__init__()
         self.type_name = type_name
         self.columns = columns
+        self.mapped = mapped
         self.register_buffer("raw", torch.from_numpy(raw), persistent=False)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.raw.shape[0], self.columns
+
+    @property
+    def panel_bytes(self) -> int:
+        """What the kernels' own copy of it takes: for some types it is larger than the blocks."""
+        one = grouped(self.raw[:1].numpy(), self.type_name)
+        numbers = one.scales.numel() + (0 if one.offsets is None else one.offsets.numel())
+        return self.raw.shape[0] * (self.columns * one.bits // 8 + numbers * one.scales.itemsize)
 
     def codes(self) -> GroupedCodes:
         """The whole matrix."""
@@ -152,6 +163,21 @@ def block_types(model: Any) -> list[str]:
 def blocked_weights(model: Any) -> int:
     """How many weights of this module are in blocks."""
     return sum(math.prod(part.shape) for part in model.modules() if isinstance(part, BlockedMatrix))
+
+
+def bytes_to_come(model: Any) -> int:
+    """Memory that this module's weights in blocks will take once the kernels have their own copy of them,
+    beyond what they take now."""
+    return sum(
+        part.panel_bytes - (0 if part.mapped else part.raw.nbytes)
+        for part in model.modules()
+        if isinstance(part, BlockedMatrix) and part.raw.numel()
+    )
+
+
+def mapped_bytes(model: Any) -> int:
+    """How much of this module's weights is in a file that is mapped."""
+    return sum(part.raw.nbytes for part in model.modules() if isinstance(part, BlockedMatrix) and part.mapped)
 
 
 def token_rows(part: nn.Module) -> list[torch.Tensor]:

@@ -122,7 +122,7 @@ def test_a_file_that_changes_while_it_is_converted_leaves_nothing_in_the_cache(
 
     with monkeypatch.context() as patch:
         patch.setattr(gguf_model, part, meanwhile)
-        with pytest.raises(ModelError, match=r"m.gguf changed while it was converted, and nothing .* kept"):
+        with pytest.raises(ModelError, match=r"m.gguf changed while it was read, and nothing .* kept"):
             served(path, tmp_path)
     made = {p.name for p in (tmp_path / "cache" / "models").glob("*/*") if p.is_dir()}
     assert made == ({"tokenizer"} if part == "write_weights" else set())
@@ -141,7 +141,7 @@ def test_a_record_that_is_wrong_puts_nothing_wrong_into_the_cache(
     records.mkdir(parents=True)
     record = records / f"{Identity.of(path).key}.json"
     record.write_text('{"digest": "' + "0" * 64 + '"}')
-    with pytest.raises(ModelError, match="changed while it was converted"):
+    with pytest.raises(ModelError, match="changed while it was read"):
         resolved(path, tmp_path)
     assert not record.exists()
     assert len(served(path, tmp_path)) > 10

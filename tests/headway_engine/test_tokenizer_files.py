@@ -153,7 +153,7 @@ def test_a_folder_that_changes_while_it_is_converted_leaves_nothing(tmp_path: Pa
         (folder / "merges.txt").write_text("#version: 0.2\n")
 
     monkeypatch.setattr(tokenizer_files, "convert", meanwhile)
-    with pytest.raises(ModelError, match=r"model changed while it was converted"):
+    with pytest.raises(ModelError, match=r"model changed while it was read"):
         resolve(f"file://{folder}", "main", tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
 
