@@ -5,8 +5,8 @@
 Each case is measured in turn for every runner, round by round, so that a slow minute of the machine hits all
 alike; the table gives medians. `blocks` is the fused path with the weights of a GGUF file in its blocks. The
 limit of decodes is bytes of weights (as the fused path stores plain ones), keys and values over the read
-bandwidth measured at the start; that of a prompt is its multiplications and additions over what torch reaches
-in a square product of 2,048, measured at the start, too. Run it on a quiet machine; it prints the load.
+bandwidth; that of a prompt is its multiplications and additions over what torch reaches in a square product
+of 2,048. Both are measured in every round, too. Run it on a quiet machine; it prints the load.
 """
 
 import argparse
@@ -51,27 +51,35 @@ CASES = (
 )
 
 
-def read_gb_per_s() -> float:
-    """Read bandwidth over 512 MiB, best of five."""
-    data = torch.ones(1 << 27)
-    best = 0.0
-    for _ in range(5):
-        began_s = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / 1e9 / (time.perf_counter() - began_s))
-    return best
+class Limits:
+    """What the machine can do, measured in every round: it differs by the minute as steps do."""
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._data = torch.ones(1 << 27)  # 512 MiB
+        size = 2048
+        self._left = torch.ones(size, size, dtype=dtype)
+        self._operations = 2 * size**3
+        self._bytes_per_s: list[float] = []
+        self._operations_per_s: list[float] = []
 
-def peak_flops(dtype: torch.dtype) -> float:
-    """What a plain large product reaches in this type: operations a second, best of ten."""
-    size = 2048
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    best = 0.0
-    for _ in range(10):
+    def measure(self) -> None:
+        """Once more."""
         began_s = time.perf_counter()
-        left @ right
-        best = max(best, 2 * size**3 / (time.perf_counter() - began_s))
-    return best
+        self._data.sum()
+        read_s = time.perf_counter()
+        self._left @ self._left
+        self._bytes_per_s.append(self._data.nbytes / (read_s - began_s))
+        self._operations_per_s.append(self._operations / (time.perf_counter() - read_s))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of plain reading, the median."""
+        return statistics.median(self._bytes_per_s)
+
+    @property
+    def operations_per_s(self) -> float:
+        """Of a plain product, the median."""
+        return statistics.median(self._operations_per_s)
 
 
 def prompt_flops(config: Any, weights: int, tokens: int) -> float:
@@ -166,7 +174,7 @@ def main() -> None:
     del plain
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * width * dtype.itemsize
-    gb_per_s, peak = read_gb_per_s(), peak_flops(dtype)
+    limits = Limits(dtype)
     sides = runners(read, capacity, a.threads, a.skip)
     fill, timed = steps(config.vocab_size, a.cases)
     for runner in sides.values():
@@ -174,6 +182,7 @@ def main() -> None:
             runner.run(step)
     taken: dict[tuple[str, str], list[float]] = {}
     for number in range(a.rounds + 1):
+        limits.measure()
         for name, step in timed.items():
             for side, runner in sides.items():
                 began_s = time.perf_counter()
@@ -182,8 +191,8 @@ def main() -> None:
                     taken.setdefault((name, side), []).append(time.perf_counter() - began_s)
     print(f"{cpu_words()}, {a.threads} threads, {isa.available()[0]}, load {os.getloadavg()[0]:.1f}")
     print(
-        f"{words}, {a.dtype}, weights in {stored}, read {gb_per_s:.1f} GB/s, "
-        f"products {peak / 1e9:.0f} GFLOP/s; ms, median (minimum) of {a.rounds}"
+        f"{words}, {a.dtype}, weights in {stored}, read {limits.bytes_per_s / 1e9:.1f} GB/s, "
+        f"products {limits.operations_per_s / 1e9:.0f} GFLOP/s; ms, median (minimum) of {a.rounds}"
     )
     print("| step | " + " | ".join(sides) + " | limit | share of it: fused |")
     print("|---" * (len(sides) + 3) + "|")
@@ -192,9 +201,9 @@ def main() -> None:
             f"{1e3 * statistics.median(taken[name, side]):.1f} ({1e3 * min(taken[name, side]):.1f})"
             for side in sides
         ]
-        limit_s = (weight_bytes + kv_bytes * step.kv_tokens) / 1e9 / gb_per_s
+        limit_s = (weight_bytes + kv_bytes * step.kv_tokens) / limits.bytes_per_s
         if name.startswith("prefill"):
-            limit_s = prompt_flops(config, matrices, step.prefill_tokens) / peak
+            limit_s = prompt_flops(config, matrices, step.prefill_tokens) / limits.operations_per_s
         mixed = name.startswith("mixed")  # has no limit that is simply told
         share = (
             ""
