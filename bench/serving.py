@@ -81,6 +81,7 @@ def headway_command(args: argparse.Namespace, port: int, management_port: int, s
         str(KV_TOKENS // 16),
         "--limits-file",
         str(limits),
+        "--no-prefix-caching",
     ]
 
 

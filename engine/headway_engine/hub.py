@@ -71,7 +71,7 @@ def snapshot(
         if is_disk_full(error):
             raise ModelError(
                 f"model: {repository} did not fit in {constants.HF_HUB_CACHE}; give that a larger volume "
-                "(HF_HOME names the folder; in a resource it is spec.modelCache)"
+                "(HF_HOME names the folder; in a resource, spec.podTemplate mounts a volume at /cache)"
             ) from error
         if isinstance(error.__cause__, errors.HfHubHTTPError):  # the library looked into the cache after it
             raise ModelError(_refused(repository, error.__cause__.response.status_code)) from error
