@@ -4,8 +4,8 @@
     python bench/offline.py transformers-cb --model FOLDER ...
     PEER_PYTHON bench/offline.py vllm --model FOLDER ...
 
-Ours runs as shipped, but for the prefix cache, which nobody has here: the real scheduler with paged blocks and
-fairness. All engines get at most 64 sequences and 512 tokens a step, and 2 GiB of KV space.
+Ours runs as shipped, but for the prefix cache, which nobody has here: the real scheduler with paged blocks
+and fairness. All engines get at most 64 sequences and 512 tokens a step, and 2 GiB of KV space.
 """
 
 import argparse

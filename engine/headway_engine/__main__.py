@@ -113,7 +113,8 @@ async def serve(
     # The last line is what a container's termination message ends with: it has the reason.
     status = process.returncode
     if lost:
-        log.error(logs.fields("stopped", lost_core=True, core_status=status, reason=core.doing))
+        reason = why_lost(status, core.doing)
+        log.error(logs.fields("stopped", lost_core=True, core_status=status, reason=reason))
     else:
         log.info(logs.fields("stopped", lost_core=False, core_status=status))
     return 1 if lost else 0
@@ -169,6 +170,19 @@ def start_core(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
     """The core process, holding the other end of the channel."""
     environment = core_environment(os.environ)
     return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, env=environment)
+
+
+def why_lost(status: int | None, said: str) -> str:
+    """What is known of a core that ended: what it `said`, or what its exit status tells of a signal."""
+    if status is None or status >= 0:
+        return said
+    name = signal.Signals(-status).name
+    if name == "SIGKILL":
+        return f"{said}: {name}, probably for its memory; lower kvCache.memoryPercent, or give it more memory"
+    if name in ("SIGILL", "SIGFPE", "SIGSEGV", "SIGBUS", "SIGABRT"):
+        way_out = "HEADWAY_CPU_ISA takes a lower instruction set, HEADWAY_KERNELS=off no kernels"
+        return f"{said}: {name}, a mistake in its code; {way_out}"
+    return f"{said}: {name}"
 
 
 def core_environment(ours: Mapping[str, str]) -> dict[str, str]:

@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         "--quantization",
         default=d.quantization,
         choices=["", *QUANTIZATIONS],
-        help="pack the weights while they are read; needs the package torchao",
+        help="pack weights to 8 bits; needs the package torchao, but for Llama shapes on a CPU",
     )
     p.add_argument("--device", default=d.device, help="auto, cpu, cuda or cuda:N")
     p.add_argument("--runner", default=d.runner, choices=["auto", "transformers", "fused", "lean"])

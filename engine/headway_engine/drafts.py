@@ -33,8 +33,8 @@ STALE_AFTER_S = 600.0
 in that time, and other clients of a network file system see that within a minute or two."""
 
 _MORE_ROOM = (
-    "give the cache a larger volume (HEADWAY_CACHE names its folder; in a resource, spec.podTemplate mounts a "
-    "volume at /cache)"
+    "give the cache a larger volume (HEADWAY_CACHE names its folder; in a resource, spec.podTemplate mounts "
+    "a volume at /cache)"
 )
 _FULL = ("no space left on device", "disk quota exceeded")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -126,6 +126,17 @@ def unchanged(content: Content) -> bool:
         return False
 
 
+def untouched(content: Content) -> bool:
+    """As `unchanged`, for what is not kept: of a file that was not read now, only its identity is asked,
+    since `disproof` reads it later."""
+    if content.record is None:
+        return unchanged(content)
+    try:
+        return Identity.of(content.path) == content.identity
+    except OSError:
+        return False
+
+
 def same_bytes(content: Content) -> bool:
     """The file, read again, holds what it held, and nobody wrote to it meanwhile. Where a record says
     something else, the record is removed."""

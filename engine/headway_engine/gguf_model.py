@@ -13,7 +13,7 @@ from typing import Any
 
 from headway_engine.file_digest import Identity
 from headway_engine.gguf_rope import add_rope_scaling
-from headway_engine.model_error import ModelError
+from headway_engine.model_error import ModelError, in_words
 
 _BYTES_OF_FLOAT16 = 2
 
@@ -26,7 +26,10 @@ def write_tokenizer(gguf: Path, out: Path) -> None:
         with parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     except Exception as error:
-        raise ModelError(f"model: the tokenizer in {gguf} cannot be read: {error}") from error
+        raise ModelError(
+            f"model: the tokenizer in {gguf} cannot be read: {in_words(error)}; the file may be cut "
+            "short: fetch it anew"
+        ) from error
     tokenizer.save_pretrained(str(out))
 
 
@@ -39,7 +42,10 @@ def unpacked_bytes(gguf: Path) -> int:
         with parsed_once():
             tensors = reader_of.GGUFReader(str(gguf)).tensors
     except Exception as error:
-        raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
+        raise ModelError(
+            f"model: {gguf} cannot be read as a GGUF model: {in_words(error)}; it may be cut short: fetch it "
+            "anew"
+        ) from error
     return sum(int(tensor.n_elements) for tensor in tensors) * _BYTES_OF_FLOAT16
 
 

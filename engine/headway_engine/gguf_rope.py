@@ -42,7 +42,11 @@ def _said(reader: Any, architecture: str) -> dict[str, Any]:
         return None if field is None else field.contents()
 
     kind, factor = value("type"), value("factor")
-    if kind in (None, "none") or factor in (None, 1.0):
+    if factor is None and (old := reader.fields.get(f"{architecture}.rope.scale_linear")) is not None:
+        factor = old.contents()
+    if kind is None:
+        kind = "linear"  # as llama.cpp reads it
+    if kind == "none" or factor in (None, 0.0, 1.0):
         return {}
     said = {"rope_type": str(kind), "factor": float(factor)}
     if kind == "yarn" and (original := value("original_context_length")) is not None:

@@ -51,13 +51,15 @@ def load(settings: EngineConfig, source: ModelSource, progress: Progress) -> Loa
         left, dtype = error.left, error.dtype
     else:
         if source.kind is SourceKind.GGUF:
-            must_be_unchanged(source)  # its blocks were read until now
+            must_be_unchanged(source, kept=False)  # its blocks were read until now
         return found
     # Only here, since the error held the model in blocks, and its memory is needed. The same type as before:
     # that of weights in a file says nothing of what is faster here.
     again = replace(settings, dtype=dtype)
     plain = _loaded(again, progress, functools.partial(_plain, again, source, progress))
-    return replace(plain, serving=replace(plain.serving, fallbacks=(*left, *plain.serving.fallbacks)))
+    # What could not be had is missing for plain weights, too.
+    told = {(one.path, one.reason): one for one in (*left, *plain.serving.fallbacks)}
+    return replace(plain, serving=replace(plain.serving, fallbacks=tuple(told.values())))
 
 
 def computes_blocks(settings: EngineConfig) -> bool:

@@ -161,11 +161,13 @@ def weights_folder(source: ModelSource, progress: Callable[[str], None]) -> Path
     return drafts.once(gguf_cache(source.content, source.cache_dir) / "weights", convert)
 
 
-def must_be_unchanged(source: ModelSource) -> None:
-    """Raises ModelError for a file that changed since it was resolved."""
+def must_be_unchanged(source: ModelSource, *, kept: bool = True) -> None:
+    """Raises ModelError for a file that changed since it was resolved. `kept`: what was made of it is kept
+    for later starts, so that its very bytes must be those."""
     assert source.path is not None
     assert source.content is not None
-    if not file_digest.unchanged(source.content):
+    ask = file_digest.unchanged if kept else file_digest.untouched
+    if not ask(source.content):
         raise _changed(source.path)
 
 

@@ -130,8 +130,14 @@ def _refusal(model: LoadedModel, left: Sequence[Fallback], way_out: str) -> str:
     """About the best path that was there at all."""
     if not left:
         return f"model: {model.description}: there is no way of computing it here; {way_out}"
-    best = next((one for one in left if one.reason != UNAVAILABLE), left[0])
-    others = f" (nor by {len(left) - 1} other ways)" if len(left) > 1 else ""
+    best = next((one for one in left if one.reason != UNAVAILABLE), None)
+    if best is None:
+        return (
+            f"model: {model.description}: {left[0].path} cannot be had here: {left[0].why}; install g++, "
+            "or let HEADWAY_KERNELS name a folder of kernels built before, or use --runner transformers"
+        )
+    more = len(left) - 1
+    others = f" (nor by {more} other way{'s' if more > 1 else ''})" if more else ""
     return f"model: {model.description} is not computed right by {best.path}{others}: {best.why}; {way_out}"
 
 

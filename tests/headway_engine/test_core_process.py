@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from headway_engine import channel, file_digest
+from headway_engine.gguf_packed import index_folder
 from headway_engine.messages import Ready
 from headway_engine.model_source import default_cache_dir, resolve, weights_folder
 from support import fake_engine, tiny_gguf
@@ -72,6 +73,7 @@ def test_a_large_file_that_is_not_what_is_remembered_of_it_ends_the_engine(tmp_p
     with path.open("r+b") as file:
         file.truncate(file_digest.REMEMBER_FROM_BYTES)  # zeros at its end, which take no room on the disk
     source = resolve(f"file://{path}", "main", cache)
+    index_folder(source, lambda _: None)
     weights_folder(source, lambda _: None)
     assert source.content is not None
     with path.open("r+b") as file:

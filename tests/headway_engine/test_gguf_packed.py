@@ -170,6 +170,32 @@ def test_the_kernels_give_the_same_logits(
     assert worst(rows.logits, truth[rows.sequences, rows.positions]) < KERNELS
 
 
+def plain_embeddings(name: str) -> str:
+    return "F16" if "token_embd" in name else "Q4_1"
+
+
+def plain_inner(name: str) -> str:
+    return "BF16" if "ffn_down" in name else "Q8_0"
+
+
+@pytest.mark.parametrize("types", ["Q4_1", plain_embeddings, plain_inner, mixed_simple], ids=name_of)
+@pytest.mark.parametrize("chosen", kernels.SETS)
+def test_blocks_beside_plain_matrices_are_computed_in_bfloat16(
+    types: str | Callable[[str], str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens go as integers through blocks, which plain matrices cannot follow: a core ended by SIGFPE.
+    Blocks that share a product with a plain matrix of few bits keep all of theirs in float32."""
+    kernels.loaded(chosen)
+    monkeypatch.setenv(isa.ISA_ENV, chosen)
+    gguf = file_of(tmp_path, types)
+    model, wide = loaded(gguf, "bfloat16"), loaded(gguf)
+    assert is_packed(model.module)
+    truth = logits(wide.module, TOKENS).expand(2, -1, -1)
+    runner = build_runner(tiny_models.engine_config(runner="fused"), model, runners.capacity())
+    rows = compute(runner, TOKENS.expand(2, -1), torch.arange(truth.shape[-1]), 64)
+    assert worst(rows.logits, truth[rows.sequences, rows.positions]) < 0.1
+
+
 @pytest.mark.parametrize(("types", "architecture"), [("F16", "llama"), ("BF16", "llama"), ("F32", "qwen2")])
 def test_a_file_without_blocks_is_unpacked(types: str, architecture: str, tmp_path: Path) -> None:
     """Its index has no tensors, and the model is read as it was before."""

@@ -226,3 +226,22 @@ def test_layers_whose_weights_are_shared_otherwise_stay() -> None:
     model = nn.Sequential(first, second, Other(8, 8), nn.Linear(8, 8).half()).requires_grad_(False)
     chosen = next(name for name in kernels.SETS if name in kernels.RUNNABLE)
     assert modules.take_over(model, kernels.loaded(chosen), threads=1) is None
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("chosen", kernels.SETS)
+def test_a_row_that_is_not_finite_gives_none_that_is(chosen: str, kind: Kind, number: float) -> None:
+    """Alone, where rows become integers, and among many: whoever samples must see it. Others are right."""
+    library = native.declare(kernels.loaded(chosen))
+    packer = Packer(library)
+    if kind.element is Element.PAIRS and not packer.multiplies_bf16:
+        pytest.skip(f"{chosen} has no products of bfloat16")
+    weight, _ = weight_of(kind, 64, 256)
+    matrix = packer.matrix(weight, kind.element)
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(3))
+        x[0, 77] = number
+        found = product(library, matrix, x, None, kind.short)
+        assert not found[0].isfinite().any(), rows
+        assert found[1:].isfinite().all(), rows

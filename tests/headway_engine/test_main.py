@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from headway_engine import config
-from headway_engine.__main__ import core_environment
+from headway_engine.__main__ import core_environment, why_lost
 from support import fake_engine
 from support.engine_server import engine_server, wait_until
 
@@ -313,3 +313,12 @@ def test_the_cores_threads_do_not_spin_unless_somebody_chose_a_policy():
     assert core_environment({"PATH": "/bin"}) == {"PATH": "/bin", "GOMP_SPINCOUNT": "1000"}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         assert core_environment({name: "passive"}) == {name: "passive"}
+
+
+def test_a_core_that_a_signal_ended_is_told_with_the_signal_and_a_way_out() -> None:
+    """Out of memory and a mistake in a kernel are the likely ones; what the core itself said comes first."""
+    said = "the engine core ended unexpectedly"
+    assert why_lost(-signal.SIGKILL, said).startswith(f"{said}: SIGKILL, probably for its memory; lower ")
+    assert "HEADWAY_CPU_ISA takes a lower instruction set" in why_lost(-signal.SIGFPE, said)
+    assert why_lost(-signal.SIGTERM, said) == f"{said}: SIGTERM"
+    assert why_lost(1, "model: no such file") == "model: no such file"

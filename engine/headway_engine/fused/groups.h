@@ -109,13 +109,21 @@ struct IntegerRows {
     const int k = a.columns, groups = k / size;
     typedef int8_t vc __attribute__((vector_size(W), aligned(1), may_alias));
     for (int g = 0; g < groups; g++) {
-      vf highest = vf{};
+      vf highest = vf{}, nothing = vf{};  // nothing: 0, or NaN where a number is not finite
       for (int i = g * size; i < (g + 1) * size; i += W) {
         const vf x = load(a.place(row, i)), magnitude = x < 0 ? -x : x;
         highest = magnitude > highest ? magnitude : highest;
+        nothing += x * 0.0f;
       }
       float most = 0.0f;
       for (int lane = 0; lane < W; lane++) most = std::max(most, highest[lane]);
+      const float wrong = sum_of(nothing);
+      if (wrong != 0.0f) {  // NaN: no integer says that, but the group's scale can, and whoever samples must see it
+        std::fill_n(&high[(int64_t)row * k + g * size], size, 0);
+        std::fill_n(&low[(int64_t)row * k + g * size], size, 0);
+        scales[(int64_t)row * groups + g] = totals[(int64_t)row * groups + g] = wrong;
+        continue;
+      }
       const float scale = most / MOST, inverse = most > 0.0f ? MOST / most : 0.0f;
       vi total = vi{};
       for (int i = g * size; i < (g + 1) * size; i += W) {

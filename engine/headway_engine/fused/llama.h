@@ -295,11 +295,21 @@ class Forward {
   Workbench bench_;
 };
 
-// Whether a step's activations are bfloat16: where products are, but for few rows with quantized weights, which are
-// multiplied as integers.
+#if HEADWAY_BF16
+// A file may have some of its matrices in groups and others plain.
+static bool all_in_groups(const Model& m) {
+  for (int l = 0; l < m.layers; l++)
+    for (const Matrix* matrix : {&m.layer[l].qkv, &m.layer[l].o, &m.layer[l].gate_up, &m.layer[l].down})
+      if (!in_groups(*matrix)) return false;
+  return in_groups(m.head);
+}
+#endif
+
+// Whether a step's activations are bfloat16: where products are, but for few rows with quantized weights alone, which
+// are multiplied as integers.
 static bool short_activations(const Model& m, int64_t tokens) {
 #if HEADWAY_BF16
-  return m.short_sums && (!in_groups(m.layer[0].qkv) || tokens > FEW_ROWS);
+  return m.short_sums && (tokens > FEW_ROWS || !all_in_groups(m));
 #else
   (void)m, (void)tokens;
   return false;

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headway_engine.fused import native
-from headway_engine.fused.packing import Packer, large_pages, narrowest, stacked
+from headway_engine.fused.packing import Packer, large_pages, mixed, narrowest, stacked
 from headway_engine.fused.sampler import KernelPicker
 from headway_engine.llama_shape import why_not_llama
 from headway_engine.model import LoadedModel
@@ -44,7 +44,9 @@ class FusedRunner(StepRunner):
         self._library = native.declare(library)
         self._packer = Packer(self._library)
         stored = stored_type(model)
-        self._dense = self._packer.dense(stored, short=model.dtype is torch.bfloat16)
+        short = model.dtype is torch.bfloat16
+        self._dense = self._packer.dense(stored, short)
+        self._wide = self._packer.dense(model.dtype, short)  # for what `stored` may not hold exactly
         self.weights = "+".join(block_types(model.module)) or str(stored).removeprefix("torch.")
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -142,11 +144,13 @@ class FusedRunner(StepRunner):
         attention, mlp = layer.self_attn, layer.mlp
         packer, dense = self._packer, self._dense
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv = [weight_of(p) for p in projections]
+        gate, up = weight_of(mlp.gate_proj), weight_of(mlp.up_proj)
         biases = [p.bias for p in projections]
         c_layer = native.CLayer(
-            qkv=packer.matrix(stacked([weight_of(p) for p in projections]), dense),
+            qkv=packer.matrix(stacked(qkv), self._wide if mixed(qkv) else dense),
             o=packer.matrix(weight_of(attention.o_proj), dense),
-            gate_up=packer.pair(weight_of(mlp.gate_proj), weight_of(mlp.up_proj), dense),
+            gate_up=packer.pair(gate, up, self._wide if mixed((gate, up)) else dense),
             down=packer.matrix(weight_of(mlp.down_proj), dense),
             norm_in=packer.floats(layer.input_layernorm.weight),
             norm_mid=packer.floats(layer.post_attention_layernorm.weight),

@@ -42,6 +42,11 @@ def _holds(dtype: torch.dtype, matrix: torch.Tensor) -> bool:
     return same and all(math.isfinite(end) for end in torch.aminmax(narrow))
 
 
+def mixed(weights: Seq[Weight]) -> bool:
+    """Whether some are plain and some are codes, which are unpacked then."""
+    return len({isinstance(one, GroupedCodes) for one in weights}) > 1
+
+
 def alike(weights: Seq[Weight]) -> list[Weight]:
     """The same matrices in one form, that of the one which needs most: plain, or codes of one kind."""
     grouped = [one for one in weights if isinstance(one, GroupedCodes)]
