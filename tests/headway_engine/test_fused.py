@@ -308,7 +308,7 @@ def test_processes_that_start_at_once_compile_once(tmp_path: Path, monkeypatch: 
     os.mkfifo(tmp_path / "go")
     monkeypatch.setenv("CXX", str(compiler))
     folder = tmp_path / "kernels"
-    builders = [threading.Thread(target=build.compile_into, args=(folder, "baseline")) for _ in range(2)]
+    builders = [threading.Thread(target=build.compile_into, args=(folder, "baseline", 0)) for _ in range(2)]
     builders[0].start()
     assert started.read_text() == "\n"
     builders[1].start()

@@ -87,6 +87,7 @@ def load(name: str) -> ctypes.CDLL:
     file = library_name(name)
     place = os.environ.get(KERNELS_ENV, "")
     cached = default_cache_dir() / "kernels" / file
+    seen_ns = _made_at_ns(cached)
     for path in ([Path(place) / file] if place else []) + [cached]:
         if not path.is_file():
             continue
@@ -95,7 +96,7 @@ def load(name: str) -> ctypes.CDLL:
         except OSError as error:
             log.warning(fields("kernels-broken", file=path, error=error, next="building it again"))
     try:
-        return _opened(compile_into(cached.parent, name))
+        return _opened(compile_into(cached.parent, name, seen_ns))
     except (OSError, RuntimeError) as error:
         raise KernelsMissing(str(error)) from error
 
@@ -126,10 +127,11 @@ def library_name(chosen: str) -> str:
     return f"headway-kernels-{os.uname().machine}-{chosen}-{digest.hexdigest()[:16]}.so"
 
 
-def compile_into(folder: Path, chosen: str) -> Path:
+def compile_into(folder: Path, chosen: str, seen_ns: int | None = None) -> Path:
     """Compile for one instruction set; the file appears by one rename. RuntimeError says what is missing.
 
-    Of several processes that want the same at once, one compiles and the others take what it made.
+    Of several processes that want the same at once, one compiles and the others take what it made: a library
+    that is there and was not when they looked. `seen_ns`: when the one was made that they saw (0: none did).
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
@@ -137,7 +139,7 @@ def compile_into(folder: Path, chosen: str) -> Path:
     target = folder / library_name(chosen)
     flags = isa.INSTRUCTION_SETS[chosen].compiler_flags
     began_s = time.monotonic()
-    before = _made_at_ns(target)
+    before = _made_at_ns(target) if seen_ns is None else seen_ns
     with drafts.draft_of(target) as work:
         if _made_at_ns(target) != before:  # by another process, while we waited for it
             return target
