@@ -142,7 +142,7 @@ def test_a_model_that_nothing_computes_right_is_refused_by_what_was_wrong_with_t
 
 
 def test_where_no_way_is_to_be_had_it_is_said() -> None:
-    with pytest.raises(ModelError, match="is not computed right by transformers on amx: no compiler; do"):
+    with pytest.raises(ModelError, match="transformers on amx cannot be had here: no compiler; install g"):
         serving(path("amx", raising(PathMissing("no compiler"))))
     with pytest.raises(ModelError, match="there is no way of computing it here; do something else"):
         serving()
