@@ -310,7 +310,7 @@ class CoreClient:
                 dtype=ready.dtype,
                 runner=ready.runner,
                 kernels=ready.kernels,
-                left=", ".join(one.path for one in ready.fallbacks) or None,
+                left=", ".join(dict.fromkeys(one.path for one in ready.fallbacks)) or None,
                 kv_blocks=ready.capacity.kv_blocks,
                 max_model_tokens=ready.capacity.max_model_tokens,
             )

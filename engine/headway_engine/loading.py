@@ -57,21 +57,14 @@ def load(settings: EngineConfig, source: ModelSource, progress: Progress) -> Loa
     # that of weights in a file says nothing of what is faster here.
     again = replace(settings, dtype=dtype)
     plain = _loaded(again, progress, functools.partial(_plain, again, source, progress))
-    # What could not be had is missing for plain weights, too.
-    told = {(one.path, one.reason): one for one in (*left, *plain.serving.fallbacks)}
-    return replace(plain, serving=replace(plain.serving, fallbacks=tuple(told.values())))
+    return replace(plain, serving=replace(plain.serving, fallbacks=(*left, *plain.serving.fallbacks)))
 
 
 def computes_blocks(settings: EngineConfig) -> bool:
     """Whether the kernels may serve, which alone compute fast with weights in blocks. Raises ModelError."""
     if settings.runner not in ("auto", "fused") or settings.dtype == "float16":
         return False
-    if choose_device(settings.device).type != "cpu":
-        return False
-    try:
-        return bool(build.usable())
-    except ValueError as error:  # of the environment
-        raise ModelError(str(error)) from error
+    return choose_device(settings.device).type == "cpu" and bool(build.usable())
 
 
 def _loaded(settings: EngineConfig, progress: Progress, read: Callable[[], LoadedModel]) -> Loaded:

@@ -361,8 +361,9 @@ def _computing(ready: Ready) -> Iterator[Family]:
     info.add_metric([ready.runner.partition(",")[0], ready.kernels], 1)
     yield info
     fallbacks = GaugeMetricFamily(Metric.FALLBACK, HELP[Metric.FALLBACK], labels=["path", "reason"])
-    for fallback in ready.fallbacks:
-        fallbacks.add_metric([fallback.path, fallback.reason], 1)
+    # A path may have been left twice, of weights in blocks and of plain ones: a series stands there once.
+    for path, reason in dict.fromkeys((one.path, one.reason) for one in ready.fallbacks):
+        fallbacks.add_metric([path, reason], 1)
     yield fallbacks
 
 

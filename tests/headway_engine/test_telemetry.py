@@ -103,6 +103,14 @@ def test_what_computes_the_model_and_what_was_left_for_it_are_series():
     assert left == {("lean on flash-attn 3", "wrong logits"): 1, ("lean on flash-attn 2", "failed"): 1}
 
 
+def test_a_path_that_was_left_of_two_kinds_of_weights_is_one_series():
+    """Prometheus refuses a scrape that has the same series twice."""
+    t = telemetry()
+    t.ready = ready(*[Fallback("fused on avx2", "unavailable", why) for why in ("in blocks", "plain")])
+    found = [s for family in t.families() for s in family.samples if s.name == Metric.FALLBACK]
+    assert [tuple(s.labels.values()) for s in found] == [("fused on avx2", "unavailable")]
+
+
 def test_every_metric_of_the_protocol_is_exposed():
     """A name in the protocol that no scrape shows would be a signal the controller waits for in vain."""
     t = telemetry(ttft_ms=500, itl_ms=50, e2e_ms=15000)
