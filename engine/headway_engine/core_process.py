@@ -122,7 +122,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
     """The real thing: resolve and load the model, measure what fits, reserve it."""
     progress("starting")
     # Imported here: torch takes seconds, and /readyz should say what they are spent on.
-    from headway_engine import embedding_config, file_digest, loading, model
+    from headway_engine import devices, embedding_config, file_digest, loading, model
     from headway_engine.scheduler import Scheduler
 
     logs.adopt("torch", "transformers")
@@ -138,7 +138,7 @@ def load_model(settings: config.EngineConfig, progress: Callable[[str], None]) -
         limits=limits,
         model=loaded.description,
         device=str(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=devices.dtype_name(loaded.dtype),
         runner=built.name,
         kernels=serving.path.kernels,
         fallbacks=serving.fallbacks,

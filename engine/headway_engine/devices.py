@@ -47,6 +47,11 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = N
     return torch.bfloat16 if faster else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings, logs and the API say it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def slow_here(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device only imitates this type. Raises ModelError for an environment that forbids what it
     cannot."""
@@ -58,10 +63,7 @@ def slow_here(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _instruction_set() -> isa.InstructionSet | None:
     """The best that the CPU may use. Raises ModelError."""
-    try:
-        sets = isa.available()
-    except ValueError as error:
-        raise ModelError(str(error)) from error
+    sets = isa.available()
     return isa.INSTRUCTION_SETS[sets[0]] if sets else None
 
 

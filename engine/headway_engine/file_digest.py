@@ -120,21 +120,13 @@ def unchanged(content: Content) -> bool:
     not enough, or it was not read now, it is read again."""
     if content.record is not None or not content.settled:
         return same_bytes(content)
-    try:
-        return Identity.of(content.path) == content.identity
-    except OSError:
-        return False
+    return _same_identity(content)
 
 
 def untouched(content: Content) -> bool:
     """As `unchanged`, for what is not kept: of a file that was not read now, only its identity is asked,
     since `disproof` reads it later."""
-    if content.record is None:
-        return unchanged(content)
-    try:
-        return Identity.of(content.path) == content.identity
-    except OSError:
-        return False
+    return unchanged(content) if content.record is None else _same_identity(content)
 
 
 def same_bytes(content: Content) -> bool:
@@ -142,13 +134,21 @@ def same_bytes(content: Content) -> bool:
     something else, the record is removed."""
     try:
         digest = digest_of(content.path)
-        if Identity.of(content.path) != content.identity:
-            return False
     except OSError:
+        return False
+    if not _same_identity(content):
         return False
     if digest != content.digest and content.record is not None:
         content.record.unlink(missing_ok=True)
     return digest == content.digest
+
+
+def _same_identity(content: Content) -> bool:
+    """The file is there, and the file system says of it what it said before."""
+    try:
+        return Identity.of(content.path) == content.identity
+    except OSError:
+        return False
 
 
 def disproof(content: Content, command: Sequence[str] = COMMAND) -> str:

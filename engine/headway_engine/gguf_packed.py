@@ -18,8 +18,7 @@ from torch import nn
 
 from headway_engine import drafts
 from headway_engine.gguf_blocks import kept_packed
-from headway_engine.gguf_model import parsed_once
-from headway_engine.gguf_rope import add_rope_scaling
+from headway_engine.gguf_model import described, lacks, without_weights
 from headway_engine.model_error import ModelError
 from headway_engine.model_source import ModelSource, gguf_cache, must_be_unchanged
 from headway_engine.packed_weights import BlockedEmbedding, BlockedLinear, BlockedMatrix
@@ -72,19 +71,7 @@ def index_folder(source: ModelSource, progress: Callable[[str], None]) -> Path:
 
 def write_index(gguf: Path, out: Path) -> None:
     """Save configuration and index under `out`. Raises ModelError."""
-    import gguf as library
-    import transformers
-
-    reader_of: Any = library  # their types do not foresee this use
-    auto: Any = transformers
-    try:
-        with parsed_once():
-            config = auto.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-            reader = reader_of.GGUFReader(str(gguf))
-        architecture = str(reader.fields["general.architecture"].contents())
-    except Exception as error:
-        raise ModelError(f"model: {gguf} cannot be read as a GGUF model: {error}") from error
-    add_rope_scaling(config, reader, architecture)
+    config, reader, architecture = described(gguf)
     config.save_pretrained(str(out))
     index = Index(architecture)
     if architecture in ARCHITECTURES and any(kept_packed(t.tensor_type.name) for t in reader.tensors):
@@ -123,15 +110,6 @@ def read_packed(gguf: Path, folder: Path, dtype: torch.dtype) -> Any:
         module.set_submodule("lm_head", _tied_head(module.get_input_embeddings()))
     _renew_buffers(module, config)
     return module
-
-
-def without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """The module of this configuration on the meta device."""
-    import transformers
-
-    auto: Any = transformers
-    with torch.device("meta"):
-        return auto.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +199,7 @@ def _fill(module: Any, found: _Found, dtype: torch.dtype, gguf: Path) -> None:
             else:
                 setattr(part, kind, nn.Parameter(values.values(dtype), requires_grad=False))
     if missing:
-        raise ModelError(f"model: {gguf} lacks weights of {module.config.model_type}: {sorted(missing)[:5]}")
+        raise lacks(gguf, module.config, missing)
 
 
 def _tied_head(embedding: Any) -> nn.Module:

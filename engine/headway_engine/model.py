@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway_engine.architecture import context_limit, refusal, unheard
 from headway_engine.devices import choose_device, choose_dtype, slow_here
-from headway_engine.gguf_packed import index_folder, read_index, read_packed, without_weights
+from headway_engine.gguf_model import without_weights
+from headway_engine.gguf_packed import index_folder, read_index, read_packed
 from headway_engine.listening import LayerShape, listen
 from headway_engine.logs import fields
 from headway_engine.model_error import ELSEWHERE

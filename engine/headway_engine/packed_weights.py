@@ -6,6 +6,7 @@ start), these modules widen what they need while they need it. Knows nothing of 
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from headway_engine.grouped_codes import GroupedCodes
 _WIDE_ELEMENTS = 1 << 19
 """Weights that are widened at a time: as many as a core's own cache holds, which is twice as fast as more."""
 
-
 _QUANTIZED_AT_ONCE = 1 << 24
+"""Weights that are put into blocks at a time."""
 
 
 class BlockedMatrix(nn.Module):
@@ -127,8 +128,7 @@ def put_into_blocks(model: Any) -> None:
 
 def weight_of(module: Any) -> torch.Tensor | GroupedCodes:
     """The weights of a linear layer or an embedding, as they are: a tensor, or codes."""
-    matrix = getattr(module, "matrix", None)
-    if isinstance(matrix, BlockedMatrix):
+    if (matrix := _matrix_of(module)) is not None:
         return matrix.codes()
     weight: torch.Tensor = module.weight
     return weight
@@ -136,61 +136,71 @@ def weight_of(module: Any) -> torch.Tensor | GroupedCodes:
 
 def plain_weight(module: Any) -> tuple[torch.Tensor, ...]:
     """Its weights where they are a plain tensor, nothing where they are in blocks."""
-    return () if isinstance(getattr(module, "matrix", None), BlockedMatrix) else (module.weight,)
+    return (module.weight,) if _matrix_of(module) is None else ()
 
 
 def same_storage(one: Any, other: Any) -> bool:
     """Whether two modules share their weights (a head tied to its embedding)."""
-    if isinstance(getattr(one, "matrix", None), BlockedMatrix):
-        return one.matrix is getattr(other, "matrix", None)
+    if (matrix := _matrix_of(one)) is not None:
+        return matrix is _matrix_of(other)
     return hasattr(other, "weight") and one.weight.data_ptr() == other.weight.data_ptr()
 
 
 def is_packed(model: Any) -> bool:
     """Whether any weights of this module are in blocks."""
-    return any(isinstance(part, BlockedMatrix) for part in model.modules())
+    return any(True for _ in _matrices(model))
 
 
 def block_types(model: Any) -> list[str]:
     """GGUF's names of the types of its blocks, of which most weights are first."""
     sizes: Counter[str] = Counter()
-    for part in model.modules():
-        if isinstance(part, BlockedMatrix):
-            sizes[part.type_name] += math.prod(part.shape)
+    for matrix in _matrices(model):
+        sizes[matrix.type_name] += math.prod(matrix.shape)
     return [name for name, _ in sizes.most_common()]
 
 
 def blocked_weights(model: Any) -> int:
     """How many weights of this module are in blocks."""
-    return sum(math.prod(part.shape) for part in model.modules() if isinstance(part, BlockedMatrix))
+    return sum(math.prod(matrix.shape) for matrix in _matrices(model))
 
 
 def bytes_to_come(model: Any) -> int:
     """Memory that this module's weights in blocks will take once the kernels have their own copy of them,
     beyond what they take now."""
     return sum(
-        part.panel_bytes - (0 if part.mapped else part.raw.nbytes)
-        for part in model.modules()
-        if isinstance(part, BlockedMatrix) and part.raw.numel()
+        matrix.panel_bytes - (0 if matrix.mapped else matrix.raw.nbytes)
+        for matrix in _matrices(model)
+        if matrix.raw.numel()
     )
 
 
 def mapped_bytes(model: Any) -> int:
     """How much of this module's weights is in a file that is mapped."""
-    return sum(part.raw.nbytes for part in model.modules() if isinstance(part, BlockedMatrix) and part.mapped)
+    return sum(matrix.raw.nbytes for matrix in _matrices(model) if matrix.mapped)
 
 
 def token_rows(part: nn.Module) -> list[torch.Tensor]:
     """The tensors of an embedding or a head that have a row for each token."""
     own: list[torch.Tensor] = list(part.parameters(recurse=False))
-    matrix = getattr(part, "matrix", None)
-    return [matrix.raw, *own] if isinstance(matrix, BlockedMatrix) else own
+    matrix = _matrix_of(part)
+    return own if matrix is None else [matrix.raw, *own]
 
 
 def drop_weights(*modules: Any) -> None:
     """Give the memory of these modules' weights back."""
     for module in modules:
-        if isinstance(getattr(module, "matrix", None), BlockedMatrix):
-            module.matrix.drop()
+        if (matrix := _matrix_of(module)) is not None:
+            matrix.drop()
         else:
             module.weight.data = module.weight.data.new_empty(0)
+
+
+def _matrix_of(module: Any) -> BlockedMatrix | None:
+    """The blocks of a linear layer or an embedding; None where its weights are a plain tensor."""
+    matrix = getattr(module, "matrix", None)
+    return matrix if isinstance(matrix, BlockedMatrix) else None
+
+
+def _matrices(model: Any) -> Iterator[BlockedMatrix]:
+    """All of a model, those that modules share once."""
+    return (part for part in model.modules() if isinstance(part, BlockedMatrix))

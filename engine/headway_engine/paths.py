@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headway_engine.devices import dtype_name
 from headway_engine.logs import fields
 from headway_engine.messages import Fallback
 from headway_engine.model import LoadedModel
@@ -36,7 +37,7 @@ class NoneRight(ModelError):
         super().__init__(message)
         self.left = tuple(left)
         self.in_blocks = in_blocks  # its weights were: plain ones may be computed right
-        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.dtype = dtype_name(model.dtype)
 
 
 class PathMissing(Exception):

@@ -19,6 +19,7 @@ from headway_engine import capacity as capacity_plan
 from headway_engine.attention import PAGED, PagedBatch, register
 from headway_engine.cgroup import usable_cores
 from headway_engine.config import EngineConfig
+from headway_engine.devices import dtype_name
 from headway_engine.fused import build, native
 from headway_engine.fused.llama import FusedRunner, why_not_fused
 from headway_engine.fused.modules import take_over
@@ -76,7 +77,7 @@ class TransformersRunner(StepRunner):
         module.set_attn_implementation(PAGED)
         self._module = module
         if library is not None and (stored := take_over(module, library, threads)) is not None:
-            self.weights = str(stored).removeprefix("torch.")
+            self.weights = dtype_name(stored)
         self._cache.warm()
 
     @property
@@ -153,7 +154,7 @@ def _cpu_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> It
     that compute with blocks."""
     if config.attention not in ("auto", "torch"):
         raise ModelError(f"attention: {config.attention} is for accelerators, and the device is a CPU")
-    sets = _instruction_sets() if model.dtype in (torch.float32, torch.bfloat16) else ()
+    sets = build.usable() if model.dtype in (torch.float32, torch.bfloat16) else ()
     threads = torch.get_num_threads()
     missing: dict[str, str] = {}
 
@@ -178,13 +179,6 @@ def _cpu_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> It
         for name in (*sets, TORCH):
             if name not in missing:
                 yield Path("transformers", name, partial(transformers, name), empties=name != TORCH)
-
-
-def _instruction_sets() -> tuple[str, ...]:
-    try:
-        return build.usable()
-    except ValueError as error:  # of the environment
-        raise ModelError(str(error)) from error
 
 
 def _accelerator_paths(config: EngineConfig, model: LoadedModel, wanted: Seq[str]) -> Iterator[Path]:

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from headway_engine.check_steps import Rows, compute, texts
+from headway_engine.devices import dtype_name
 from headway_engine.float32_pass import float32_logits, logits
 from headway_engine.logs import fields
 from headway_engine.model import LoadedModel
@@ -200,7 +201,7 @@ class StartCheck:
         """One text for both sequences: that they are kept apart is seen on the copy. Raises ModelError."""
         ids = self._ids[:1, :tokens]
         columns = torch.tensor(self._kept, device=model.device)
-        name = f"the whole model in {_words(model.dtype)}"
+        name = f"the whole model in {dtype_name(model.dtype)}"
         if not tokens:
             _left_out(name, "the cache has no two blocks")
             return None
@@ -223,7 +224,7 @@ class StartCheck:
         if truth is not None:
             yield Trial(name, ids, columns, truth, None, SMALL_FLOAT32_WORST, wide=True)
         if self._dtype is not torch.float32:
-            name, own = f"{layers} in {_words(self._dtype)}", logits(copy.model.module, ids)
+            name, own = f"{layers} in {dtype_name(self._dtype)}", logits(copy.model.module, ids)
             if bool(torch.isfinite(own).all()):
                 yield self._half_trial(name, ids, columns, own, truth)
             else:
@@ -266,14 +267,10 @@ def _not_finite(model: LoadedModel, truth: torch.Tensor | None) -> str:
     """Why the model itself gives no numbers, and what to do."""
     which = f"model: {model.description}: its own logits for plain text are not finite"
     if truth is not None and bool(torch.isfinite(truth).all()):
-        return f"{which} in {_words(model.dtype)}, and are in float32; set dtype to bfloat16 or float32"
+        return f"{which} in {dtype_name(model.dtype)}, and are in float32; set dtype to bfloat16 or float32"
     return f"{which}: its weights are broken; fetch or convert them anew"
 
 
 def _left_out(what: str, why: Exception | str) -> None:
     reason = in_words(why) if isinstance(why, Exception) else why
     log.warning(fields("start-check-left-out", trial=what, why=reason))
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

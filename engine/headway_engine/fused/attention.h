@@ -105,30 +105,34 @@ static void make_room(std::vector<Scratch>& team, const std::vector<Item>& items
 
 static inline const float* as_floats(const float* p, int64_t, std::vector<float>&) { return p; }
 static inline const float* as_floats(const bf16* p, int64_t n, std::vector<float>& to) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(&to[i], load(p + i));
-  for (; i < n; i++) to[i] = widen(p[i]);
+  put_row(p, n, to.data());
   return to.data();
 }
 
 constexpr int ASK_EVERY = 4;  // tokens from one request for memory to the next
 
 // scores[t] of W tokens for one query, of D vectors of keys each.
-template <int D>
-static inline vf score_vector(const float* query, const bf16*, const float* keys, int, Soon& soon) {
+template <int D, class T>
+static inline vf score_widened(const float* query, const T* keys, Soon& soon) {
   vf x[D];
   for (int d = 0; d < D; d++) x[d] = load(query + d * W);
   return sums_across<W>([&](int i) {
     if (i % ASK_EVERY == 0) soon.some();
-    const float* key = keys + (int64_t)i * D * W;
+    const T* key = keys + (int64_t)i * D * W;
     vf sum = x[0] * load(key);
 #pragma GCC unroll 8
     for (int d = 1; d < D; d++) sum += x[d] * load(key + d * W);
     return sum;
   });
 }
+
+// The same; `pairs`: the query in bfloat16, for products of pairs where there are such.
 template <int D>
-static inline vf score_vector(const float* query, const bf16* pairs, const bf16* keys, int, Soon& soon) {
+static inline vf score_vector(const float* query, const bf16*, const float* keys, Soon& soon) {
+  return score_widened<D>(query, keys, soon);
+}
+template <int D>
+static inline vf score_vector(const float* query, const bf16* pairs, const bf16* keys, Soon& soon) {
 #if HEADWAY_BF16
   if constexpr (D % 2 == 0) {
     __m512bh x[D / 2];
@@ -143,16 +147,7 @@ static inline vf score_vector(const float* query, const bf16* pairs, const bf16*
     });
   }
 #endif
-  vf x[D];
-  for (int d = 0; d < D; d++) x[d] = load(query + d * W);
-  return sums_across<W>([&](int i) {
-    if (i % ASK_EVERY == 0) soon.some();
-    const bf16* key = keys + (int64_t)i * D * W;
-    vf sum = x[0] * load(key);
-#pragma GCC unroll 8
-    for (int d = 1; d < D; d++) sum += x[d] * load(key + d * W);
-    return sum;
-  });
+  return score_widened<D>(query, keys, soon);
 }
 
 static inline float dot_of(const float* query, const float* key, int width) { return dot(query, key, width); }
@@ -174,7 +169,7 @@ static int score_vectors(const float* query, const bf16* pairs, int queries, con
   for (; t + W <= tokens; t += W)
     for (int q = 0; q < queries; q++)
       store(scores + q * stride + t,
-            score_vector<D>(query + q * width, pairs + q * width, keys + (int64_t)t * width, 0, soon));
+            score_vector<D>(query + q * width, pairs + q * width, keys + (int64_t)t * width, soon));
   return t;
 }
 

@@ -50,7 +50,7 @@ class KernelsMissing(Exception):
 def kernels() -> ctypes.CDLL | None:
     """The library of the best instruction set that can be had; None (with one log line) where none can.
 
-    Raises ValueError for a HEADWAY_CPU_ISA that means nothing here.
+    Raises ModelError for a HEADWAY_CPU_ISA that means nothing here.
     """
     names = usable()
     failures: list[str] = []
@@ -70,7 +70,8 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def usable() -> tuple[str, ...]:
-    """The instruction sets to try, best first; none (with a log line) when they are turned off."""
+    """The instruction sets to try, best first; none (with a log line) when they are turned off. Raises
+    ModelError."""
     for variable, word in ((KERNELS_ENV, "off"), (isa.ISA_ENV, isa.NO_KERNELS)):
         if os.environ.get(variable) == word:
             log.info(fields("kernels", why=f"turned off by {variable}"))

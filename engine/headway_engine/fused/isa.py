@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from headway_engine.model_error import ModelError
+
 ISA_ENV = "HEADWAY_CPU_ISA"
 """The best instruction set that may be used; `torch`: no kernels at all."""
 
@@ -80,17 +82,17 @@ def runnable(machine: str, cpu_flags: frozenset[str]) -> tuple[str, ...]:
 
 
 def allowed(names: tuple[str, ...], highest: str) -> tuple[str, ...]:
-    """`names` from `highest` on; all if it is empty, none for `torch`. Raises ValueError for other words."""
+    """`names` from `highest` on; all if it is empty, none for `torch`. Raises ModelError for other words."""
     if not highest or highest in names:
         return names[names.index(highest) :] if highest else names
     if highest == NO_KERNELS:
         return ()
     why = "this CPU does not run it" if highest in INSTRUCTION_SETS else "there is no such instruction set"
-    raise ValueError(f"{ISA_ENV}: {highest!r}: {why}; use one of {', '.join((*names, NO_KERNELS))}")
+    raise ModelError(f"{ISA_ENV}: {highest!r}: {why}; use one of {', '.join((*names, NO_KERNELS))}")
 
 
 def available() -> tuple[str, ...]:
-    """What this process may use, best first: what the CPU runs, up to HEADWAY_CPU_ISA. Raises ValueError."""
+    """What this process may use, best first: what the CPU runs, up to HEADWAY_CPU_ISA. Raises ModelError."""
     return allowed(runnable(os.uname().machine, cpu_flags()), os.environ.get(ISA_ENV, ""))
 
 

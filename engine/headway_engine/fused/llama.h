@@ -146,7 +146,8 @@ class Forward {
         cache_{m.kv_heads, m.block_tokens, m.width, m.width}, places_(m, s.tokens, s.workspace), read_(s),
         items_(items_of(s.chunk, s.chunks, m.kv_heads, group_, m.threads)),
         last_items_(items_of(read_.chunks.data(), (int)read_.chunks.size(), m.kv_heads, group_, m.threads)),
-        team_(m.threads), wide_rows_(sizeof(A) < sizeof(float) ? (size_t)all_width_ * m.threads : 0), shares_(4 * m.layers + 1, m.threads) {
+        team_(m.threads), wide_rows_(sizeof(A) < sizeof(float) ? (size_t)all_width_ * m.threads : 0),
+        shares_(4 * m.layers + 1, m.threads) {
     make_room(team_, items_, s.chunk, group_, cache_);
     make_room(team_, last_items_, read_.chunks.data(), group_, cache_);
     for (int l = 0; l < m.layers; l++)
@@ -240,9 +241,7 @@ class Forward {
 #if HEADWAY_BF16
   float* wide_row(bf16* stored) {
     float* row = wide_rows_.data() + (size_t)all_width_ * omp_get_thread_num();
-    int i = 0;
-    for (; i + W <= all_width_; i += W) store(row + i, load(stored + i));
-    for (; i < all_width_; i++) row[i] = widen(stored[i]);
+    put_row(stored, all_width_, row);
     return row;
   }
 #endif

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway_engine.devices import dtype_name
 from headway_engine.fused import native
 from headway_engine.fused.packing import Packer, large_pages, mixed, narrowest, stacked
 from headway_engine.fused.sampler import KernelPicker
@@ -47,7 +48,7 @@ class FusedRunner(StepRunner):
         short = model.dtype is torch.bfloat16
         self._dense = self._packer.dense(stored, short)
         self._wide = self._packer.dense(model.dtype, short)  # for what `stored` may not hold exactly
-        self.weights = "+".join(block_types(model.module)) or str(stored).removeprefix("torch.")
+        self.weights = "+".join(block_types(model.module)) or dtype_name(stored)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         with torch.inference_mode():

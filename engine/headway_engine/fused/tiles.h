@@ -122,8 +122,10 @@ static inline void finish(vf low, vf high, const Out<T>& o, int64_t row, int pan
     return;
   }
   const int first = panel * NR, n = std::min(NR, o.columns - first);
-  if (o.short_to) finish_row(low, high, o.short_to + row * o.stride + first, o.bias ? o.bias + first : nullptr, n, false);
-  else finish_row(low, high, o.to + row * o.stride + first, o.bias ? o.bias + first : nullptr, n, o.mode == ADD);
+  const int64_t at = row * o.stride + first;
+  const float* bias = o.bias ? o.bias + first : nullptr;
+  if (o.short_to) finish_row(low, high, o.short_to + at, bias, n, false);
+  else finish_row(low, high, o.to + at, bias, n, o.mode == ADD);
 }
 
 // Who of a team does which part of a product: each thread has a share of its own, in order, and takes from others'

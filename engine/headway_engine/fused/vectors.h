@@ -114,12 +114,12 @@ static inline void narrow(float x, bf16* to) {  // to nearest, ties to even; NaN
   *to = x != x ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-// n floats, in the type of `to`.
-template <class T>
-static inline void put_row(const float* from, int n, T* to) {
-  int i = 0;
+// n numbers, in the type of `to`.
+template <class F, class T>
+static inline void put_row(const F* from, int64_t n, T* to) {
+  int64_t i = 0;
   for (; i + W <= n; i += W) store(to + i, load(from + i));
-  for (; i < n; i++) narrow(from[i], to + i);
+  for (; i < n; i++) narrow(widen(from[i]), to + i);
 }
 
 // e^x to about one unit in the last place: Cephes' polynomial after splitting off the power of two.
