@@ -13,9 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine sets it for its core
+from machine import cpu_words, spin_as_the_engine
+
+spin_as_the_engine()
 import torch
-from machine import cpu_words
 from torch import nn
 
 from headway_engine.cgroup import usable_cores

@@ -5,6 +5,11 @@ import platform
 from pathlib import Path
 
 
+def spin_as_the_engine() -> None:
+    """Have OpenMP's threads spin as in the engine's core. To be called before torch is imported."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def cpu_words() -> str:
     """The CPU's name, its cores and the instruction sets that matter here."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from machine import spin_as_the_engine
 from workload import WORKLOADS, Item, Timing, alone_figures, figures, named, played
 
 SEQUENCES = 64
@@ -26,12 +27,12 @@ KV_TOKENS = 46_592  # 2 GiB for SmolLM2-135M in float32: vLLM takes whole GiB
 
 def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[int, Timing], str]:
     """The scheduler and a runner in a plain loop; arrivals are honoured."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine sets it for its core
+    spin_as_the_engine()
     import torch
 
     from headway_engine.config import EngineConfig
     from headway_engine.loading import load
-    from headway_engine.model_source import resolve
+    from headway_engine.model_source import default_cache_dir, resolve
     from headway_engine.protocol import Limits
     from headway_engine.scheduler import Scheduler
     from headway_engine.sequence import Finished, Request, SamplingParams, TokenOut
@@ -47,9 +48,7 @@ def headway(items: list[Item], args: argparse.Namespace) -> tuple[float, dict[in
         kv_blocks=KV_TOKENS // 16,
         kv_block_tokens=16,
     )
-    cache = Path(os.environ.get("HEADWAY_CACHE", "~/.cache/headway")).expanduser()
-    source = resolve(config.model, "main", cache, lambda _: None)
-    loaded = load(config, source, lambda _: None)
+    loaded = load(config, resolve(config.model, "main", default_cache_dir()), lambda _: None)
     capacity, runner = loaded.capacity, loaded.serving.runner
     limits = Limits(
         max_batch_tokens=STEP_TOKENS,

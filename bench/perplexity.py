@@ -28,7 +28,8 @@ from tokenizers import Tokenizer
 from workload import MODEL
 
 from headway_engine.config import EngineConfig
-from headway_engine.fused.llama import narrowest, why_not_fused
+from headway_engine.devices import dtype_name
+from headway_engine.fused.llama import stored_type, why_not_fused
 from headway_engine.model import LoadedModel, default_cache_dir, load, resolve
 from headway_engine.packed_weights import block_types, put_into_blocks
 from headway_engine.protocol import Capacity
@@ -94,13 +95,13 @@ def kept_in(model: LoadedModel) -> str:
     """Words for the table; to be asked before a runner takes the weights over."""
     if model.in_blocks:
         return "blocks, " + "+".join(block_types(model.module))
-    stored = narrowest(model) if why_not_fused(model) is None else model.dtype
-    return f"plain, {str(stored).removeprefix('torch.')}"
+    stored = stored_type(model) if why_not_fused(model) is None else model.dtype
+    return f"plain, {dtype_name(stored)}"
 
 
 def measured(name: str, model: LoadedModel, ids: list[int], size: int, reference: list[torch.Tensor]) -> Row:
     """Fills `reference` with logits where it is empty."""
-    kept, dtype = kept_in(model), str(model.dtype).removeprefix("torch.")
+    kept, dtype = kept_in(model), dtype_name(model.dtype)
     loss, counted, distances = 0.0, 0, []
     fill = not reference
     for number, (logits, part) in enumerate(windows(model, ids, size)):

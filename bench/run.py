@@ -28,7 +28,7 @@ def model_folder() -> str:
     """The embedded model as one folder for every engine: our cache keeps weights and tokenizer apart."""
     from headway_engine.model_source import default_cache_dir, resolve, weights_folder
 
-    source = resolve(MODEL, "main", default_cache_dir(), lambda _: None)
+    source = resolve(MODEL, "main", default_cache_dir())
     weights = weights_folder(source, lambda what: print(what, file=sys.stderr))
     folder = default_cache_dir() / "bench" / source.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine sets it for its core
-import torch
-from machine import cpu_words
+from machine import cpu_words, spin_as_the_engine
 from workload import MODEL
+
+spin_as_the_engine()
+import torch
 
 from headway_engine.cgroup import usable_cores
 from headway_engine.fused import build, isa
@@ -154,7 +155,7 @@ def main() -> None:
         block_tokens=BLOCK,
         max_model_tokens=640,
     )
-    source = resolve(a.model, "main", default_cache_dir(), lambda _: None)
+    source = resolve(a.model, "main", default_cache_dir())
 
     def read(keep_blocks: bool) -> LoadedModel:
         return load(
